@@ -1,0 +1,34 @@
+"""Lossless speculative decoding for Hugging Face transformers: `model.generate(..., assistant=...)`.
+
+Importing the package adds the keyword `assistant` to `generate`.
+"""
+
+from .generation import theory
+from .generation.candidates import CandidateGenerator
+from .generation.draft_model import DraftModel
+from .generation.generate import speculative_decoding
+from .generation.prompt_lookup import PromptLookup
+from .generation.record import SpeculativeOutput
+from .generation.run import Run
+from .generation.statistics import SpeculationStatistics
+from .generation.tree import CandidateTree
+from .keyword import install_keyword
+from .registry import register_method
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CandidateGenerator",
+    "CandidateTree",
+    "DraftModel",
+    "PromptLookup",
+    "Run",
+    "SpeculationStatistics",
+    "SpeculativeOutput",
+    "register_method",
+    "speculative_decoding",
+    "theory",
+]
+
+register_method("prompt_lookup", PromptLookup)
+install_keyword()

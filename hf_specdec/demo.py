@@ -1,0 +1,291 @@
+"""The demo: a few prompts, answered by the model alone and with each drafter, and a table that compares them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
+
+from .generation.statistics import SpeculationStatistics
+from .smollm2 import early_layers_copy, load_model_and_tokenizer
+
+PLAIN = "plain generate"
+ACCEPTED_STYLE = "bold green"
+# What is compared with plain generate: a name, and what makes the assistant from the target.
+ROWS: list[tuple[str, Callable[[PreTrainedModel], Any]]] = [
+    ("prompt lookup", lambda target: "prompt_lookup"),
+    ("draft model: first 2 layers, untrained", lambda target: early_layers_copy(target, 2)),
+]
+SAMPLING_SEED = 0
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One task: what the model is asked, and keywords of `generate` beyond greedy decoding."""
+
+    name: str
+    text: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+PROMPTS = [
+    Prompt(
+        "summarise",
+        "Summarise this report in a few sentences.\n\n"
+        "The harbour bridge in Norvik was closed on Monday morning after engineers found cracks in two of the steel "
+        "cables that hold the roadway. The cables were installed in 1987 and were due to be replaced next spring. The "
+        "city council said that the bridge will stay closed for at least six weeks, and that ferries will carry "
+        "passengers across the harbour free of charge every fifteen minutes. Lorries must take the coastal road, which "
+        "adds forty minutes to the journey to the fish market. The mayor, Ingrid Solberg, said that the safety of the "
+        "people comes first, and that the council will look for money to bring the replacement forward to this winter.",
+    ),
+    Prompt(
+        "edit code",
+        "Rename the variable `subtotal` to `amount` in this function. Write the whole function.\n\n"
+        "```python\n"
+        "def calc(items, discount, tax_rate):\n"
+        "    subtotal = 0\n"
+        "    for item in items:\n"
+        "        subtotal = subtotal + item.price * item.quantity\n"
+        "    if discount > 0:\n"
+        "        subtotal = subtotal - subtotal * discount\n"
+        "    tax = subtotal * tax_rate\n"
+        "    return subtotal + tax\n"
+        "```",
+    ),
+    Prompt(
+        "extract from a table",
+        "| Name | City | Age | Team |\n"
+        "|---|---|---|---|\n"
+        "| Anna Berg | Oslo | 34 | sales |\n"
+        "| Luis Costa | Lisbon | 51 | design |\n"
+        "| Marie Huber | Vienna | 28 | sales |\n"
+        "| Petr Novak | Prague | 45 | finance |\n"
+        "| Sean Byrne | Dublin | 39 | design |\n"
+        "| Ines Moreau | Lyon | 42 | sales |\n\n"
+        "Copy the table without the column Team.",
+    ),
+    Prompt(
+        "chat, sampled",
+        "Explain to a ten-year-old why the sky is blue.",
+        {"do_sample": True, "temperature": 0.7, "top_p": 0.95},
+    ),
+]
+QUICK_PROMPTS = PROMPTS[:2]
+QUICK_TOKENS = 40
+
+
+@dataclass
+class Answer:
+    """What one row of the table gave for one prompt."""
+
+    ids: list[int]
+    seconds: float
+    speculation: SpeculationStatistics | None
+
+
+class AnswerStreamer(BaseStreamer):
+    """Collects the new tokens and who wrote them: of a block put at once, all but the last were accepted drafts.
+
+    Example: blocks [4], [7, 8, 9] -> ids [4, 7, 8, 9], is_drafted [False, True, True, False].
+    """
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.is_drafted: list[bool] = []
+        self.has_prompt = False
+
+    def put(self, value: torch.LongTensor) -> None:
+        if not self.has_prompt:
+            self.has_prompt = True
+            return
+        block = value.flatten().tolist()
+        self.is_drafted += [True] * (len(block) - 1) + [False]
+        self.ids += block
+
+    def end(self) -> None:
+        pass
+
+
+def pieces_of_text(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]:
+    """The text that each token adds; a character made of several tokens comes with its last one."""
+    pieces, text = [], ""
+    for end in range(1, len(ids) + 1):
+        longer = tokenizer.decode(ids[:end], skip_special_tokens=True)
+        is_complete = not longer.endswith("\ufffd") or end == len(ids)
+        pieces.append(longer[len(text) :] if is_complete else "")
+        text = longer if is_complete else text
+    return pieces
+
+
+def coloured(tokenizer: PreTrainedTokenizerBase, ids: list[int], is_drafted: list[bool]) -> Text:
+    """The answer with its accepted drafts in colour."""
+    answer = Text()
+    for piece, drafted in zip(pieces_of_text(tokenizer, ids), is_drafted):
+        answer.append(piece, ACCEPTED_STYLE if drafted else "")
+    return answer
+
+
+class Demo:
+    """A model, its prompts and its drafters; `answer` runs one of them, `table` compares them all."""
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, max_new_tokens: int, console: Console
+    ) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.max_new_tokens = max_new_tokens
+        self.console = console
+        self.assistants: dict[str, Any] = {}  # by row name
+        self.answers: dict[str, list[Answer]] = {PLAIN: []}  # by row name, one for each prompt
+        for name, make in ROWS:
+            try:
+                self.assistants[name] = make(model)
+                self.answers[name] = []
+            except ValueError as error:
+                console.print(Text(f"Left out: {name} ({error})", "dim"))
+
+    def warm_up(self, threads: int | None) -> None:
+        """Runs every path once, and on a CPU finds out how many threads are faster if the user named none."""
+        prompt, streamer = PROMPTS[-1], AnswerStreamer()
+        for assistant in (None, *self.assistants.values()):
+            self.generate(prompt, assistant, streamer, max_new_tokens=4)
+        default = torch.get_num_threads()
+        if threads is not None or default == 1 or self.model.device.type != "cpu":
+            return
+        # On a busy machine several threads wait for each other and can be many times slower than one.
+        seconds = {}
+        for candidate in (default, 1):
+            torch.set_num_threads(candidate)
+            seconds[candidate] = self.generate(prompt, None, streamer, max_new_tokens=8).seconds
+        torch.set_num_threads(min(seconds, key=seconds.get))
+
+    def generate(
+        self, prompt: Prompt, assistant: Any, streamer: AnswerStreamer, max_new_tokens: int | None = None
+    ) -> Answer:
+        """One timed call of `generate`, with the same seed each time."""
+        from .cli import encode_prompt
+
+        inputs = encode_prompt(self.tokenizer, prompt.text)
+        if self.model.device.type != "meta":
+            inputs = inputs.to(self.model.device)
+        options = {"do_sample": False, "max_new_tokens": max_new_tokens or self.max_new_tokens} | prompt.options
+        if assistant is not None:
+            options["assistant"] = assistant
+        torch.manual_seed(SAMPLING_SEED)
+        start = time.perf_counter()
+        outputs = self.model.generate(**inputs, **options, streamer=streamer, return_dict_in_generate=True)
+        ids = outputs.sequences[0, inputs["input_ids"].shape[1] :].tolist()
+        return Answer(ids, time.perf_counter() - start, getattr(outputs, "speculation", None))
+
+    def answer(self, prompt: Prompt, row: str) -> None:
+        """Generates while showing the text, then leaves the final colours and one line of numbers on the screen."""
+        streamer = AnswerStreamer()
+
+        def show() -> Text:
+            ids = list(streamer.ids)
+            return coloured(self.tokenizer, ids, streamer.is_drafted[: len(ids)])
+
+        with Live(console=self.console, get_renderable=show, refresh_per_second=8, transient=True):
+            answer = self.generate(prompt, self.assistants.get(row), streamer)
+        self.answers[row].append(answer)
+        speculation = answer.speculation
+        numbers = f"{len(answer.ids) / answer.seconds:.1f} tokens per second"
+        if speculation is None:
+            mask = [False] * len(answer.ids)
+        else:
+            # The statistics know better than the blocks: the last token of a block that ends the text may be a draft.
+            mask = speculation.drafted_mask[0]
+            numbers += (
+                f", {speculation.mean_acceptance_length:.2f} tokens per pass, "
+                f"{sum(mask)} of {len(mask)} tokens were drafted"
+            )
+        self.console.print(Text(f"{row}: {numbers}", "bold"))
+        if row == PLAIN or answer.ids != self.answers[PLAIN][-1].ids or any(mask):
+            self.console.print(coloured(self.tokenizer, answer.ids, mask))
+        else:
+            self.console.print(Text("(the same text, no draft accepted)", "dim"))
+        self.console.print()
+
+    def table(self) -> Table:
+        """Each row against plain generate, over all prompts."""
+        table = Table(title=f"{len(self.answers[PLAIN])} prompts, together")
+        table.add_column("")
+        for heading in ("same text", "tokens per\ntarget pass", "tokens per\nsecond", "speedup"):
+            table.add_column(heading, justify="right")
+        plain = self.answers[PLAIN]
+        plain_speed = tokens_per_second(plain)
+        for row, answers in self.answers.items():
+            speculations = [answer.speculation for answer in answers if answer.speculation is not None]
+            passes = sum(speculation.num_row_passes for speculation in speculations)
+            is_same = [answer.ids for answer in answers] == [answer.ids for answer in plain]
+            speed = tokens_per_second(answers)
+            table.add_row(
+                row,
+                "" if row == PLAIN else "yes" if is_same else "no",
+                f"{sum(len(answer.ids) for answer in answers) / passes:.2f}" if passes else "1.00",
+                f"{speed:.1f}",
+                f"{speed / plain_speed:.2f}x",
+            )
+        return table
+
+
+def tokens_per_second(answers: list[Answer]) -> float:
+    return sum(len(answer.ids) for answer in answers) / sum(answer.seconds for answer in answers)
+
+
+def run_demo(
+    model: str,
+    *,
+    max_new_tokens: int = 100,
+    quick: bool = False,
+    device: str | None = None,
+    threads: int | None = None,
+    console: Console | None = None,
+) -> Demo:
+    """Answers the prompts with every row, prompt by prompt, and prints the comparison.
+
+    Args:
+        model (`str`): `"smollm2"`, a Hub id or a local folder.
+        max_new_tokens (`int`): most tokens for each answer.
+        quick (`bool`): only two prompts and at most 40 tokens.
+        device (`str`, *optional*): as for `load_model_and_tokenizer`.
+        threads (`int`, *optional*): CPU threads; `None` takes one or torch's own number, what is faster now.
+        console (`rich.console.Console`, *optional*): where to print; stdout by default.
+
+    Returns:
+        [`Demo`] with all answers.
+    """
+    console = console or Console(highlight=False)
+    prompts = QUICK_PROMPTS if quick else PROMPTS
+    threads_before = torch.get_num_threads()
+    try:
+        if threads is not None:
+            torch.set_num_threads(threads)
+        console.print(f"Loading {model} ...")
+        demo = Demo(
+            *load_model_and_tokenizer(model, device=device),
+            max_new_tokens=min(max_new_tokens, QUICK_TOKENS) if quick else max_new_tokens,
+            console=console,
+        )
+        demo.warm_up(threads)
+        console.print(Text("Tokens in this colour", ACCEPTED_STYLE) + Text(" were drafted, and the model agreed."))
+        for prompt in prompts:
+            console.rule(f"[bold]{prompt.name}")
+            console.print(Text(prompt.text, "dim"))
+            console.print()
+            for row in demo.answers:
+                demo.answer(prompt, row)
+        console.print(demo.table())
+    finally:
+        torch.set_num_threads(threads_before)
+    return demo

@@ -1,0 +1,61 @@
+"""What `assistant=` may be."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from safetensors import SafetensorError
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from ..registry import METHODS
+from .candidates import CandidateGenerator
+from .draft_model import DraftModel
+
+if TYPE_CHECKING:
+    from .run import Run
+
+# Draft models loaded by name, as long as their target lives; nothing is attached to the target itself.
+_loaded: WeakKeyDictionary[PreTrainedModel, dict[str, PreTrainedModel]] = WeakKeyDictionary()
+
+
+def as_candidate_generator(assistant: Any, run: Run) -> CandidateGenerator:
+    """The generator for one call: a copy of the user's, or one made for the model or the name given.
+
+    Raises:
+        ValueError: for anything else.
+        OSError: if a name is neither a method, nor a folder, nor a model that can be loaded.
+    """
+    if isinstance(assistant, CandidateGenerator):
+        return copy.copy(assistant)
+    if isinstance(assistant, (str, Path)):
+        if str(assistant) in METHODS:
+            return METHODS[str(assistant)]()
+        return DraftModel(load_draft_model(str(assistant), run.target))
+    if isinstance(assistant, nn.Module) and hasattr(assistant, "generate"):
+        return DraftModel(assistant)
+    raise ValueError(
+        f"`assistant` got a {type(assistant).__name__}; it takes a causal language model, a Hub id or local folder, one of "
+        f"{', '.join(map(repr, METHODS))}, or a CandidateGenerator."
+    )
+
+
+def load_draft_model(name: str, target: PreTrainedModel) -> PreTrainedModel:
+    """Loads a causal LM by Hub id or folder onto the target's device and in its dtype; safetensors only.
+
+    Raises:
+        OSError: if it is not there, or only partly.
+    """
+    models = _loaded.setdefault(target, {})
+    if name not in models:
+        try:
+            model = AutoModelForCausalLM.from_pretrained(name, dtype=target.dtype, use_safetensors=True)
+        except SafetensorError as error:
+            raise OSError(
+                f"the weights of {name!r} are incomplete or damaged ({error}); delete the file and download it again."
+            ) from error
+        models[name] = model.to(target.get_input_embeddings().weight.device).eval()
+    return models[name]

@@ -1,0 +1,103 @@
+"""Explicit attention masks for ragged rows and trees, in the form that each attention implementation wants.
+
+Shapes: B rows, T tokens of the pass, S slots of the cache (up to the longest row).
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from .cache import WritePlan
+from .tree import CandidateTree
+
+logger = logging.get_logger(__name__)
+
+MASK_BUILDERS = ("create_causal_mask", "create_sliding_window_causal_mask", "create_chunked_causal_mask")
+EXPLICIT_MASK_IMPLEMENTATIONS = ("sdpa", "eager")
+
+
+def attention_kinds(model: PreTrainedModel) -> dict[str, int | None]:
+    """Kinds of attention layers in the model, each with its window or chunk in tokens (`None`: unlimited)."""
+    config = model.config.get_text_config(decoder=True)
+    window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
+    types = getattr(config, "layer_types", None)
+    if types is None:  # as transformers' caches: one window for every layer
+        types = ["sliding_attention" if window else "chunked_attention" if chunk else "full_attention"]
+    sizes = {"full_attention": None, "sliding_attention": window, "chunked_attention": chunk}
+    return {kind: sizes.get(kind, -1) for kind in types}
+
+
+def why_no_explicit_mask(model: PreTrainedModel) -> str | None:
+    """Why this model cannot be given a 4D mask and position ids, or `None` if it can."""
+    name = type(model).__name__
+    config = model.config.get_text_config(decoder=True)
+    module = sys.modules[type(model.get_decoder()).__module__]
+    if getattr(config, "alibi", False) or hasattr(module, "build_alibi_tensor") and not hasattr(config, "alibi"):
+        return f"{name} computes ALiBi biases from a 2D mask"
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return f"{name} takes no position_ids"
+    if not any(hasattr(module, builder) for builder in MASK_BUILDERS):
+        return f"{name} does not build its masks with transformers.masking_utils"
+    unknown = [kind for kind, size in attention_kinds(model).items() if size == -1]
+    if unknown:
+        return f"{name} has layers of kind {', '.join(unknown)}"
+    return None
+
+
+def explicit_mask(
+    model: PreTrainedModel, plan: WritePlan, tree: CandidateTree | None, device: torch.device
+) -> torch.Tensor | dict[str, torch.Tensor]:
+    """The 4D mask `(B, 1, T, S)` of a pass: each token sees its row's cached tokens, its ancestors and itself.
+
+    Returns bool (True: may attend) for sdpa, additive floats for eager; a dict by kind where layers differ.
+    """
+    starts = torch.tensor(plan.starts, device=device)
+    if tree is None:
+        depths = torch.arange(plan.width, device=device)[None]
+        block = (depths[0][:, None] >= depths[0][None, :])[None]
+    else:
+        depths, block = tree.visibility()
+    slots = torch.arange(plan.end, device=device)
+    num_rows = len(starts)
+    visible = (slots < starts[:, None])[:, None].repeat(1, plan.width, 1)
+    columns = plan.slots(device)[:, None].expand(-1, plan.width, -1)
+    visible.scatter_(2, columns, block.expand(num_rows, -1, -1))
+    queries = starts[:, None] + depths  # positions within the row; a tree's nodes lie at their depth, not their slot
+    keys = slots.expand(num_rows, -1).scatter(1, plan.slots(device), queries.expand(num_rows, -1))
+    masks = {}
+    for kind, size in attention_kinds(model).items():
+        mask = visible
+        if kind == "sliding_attention" and size is not None:
+            mask = visible & (queries[:, :, None] - keys[:, None, :] < size)
+        elif kind == "chunked_attention":
+            mask = visible & (queries[:, :, None] // size == keys[:, None, :] // size)
+        masks[kind] = mask[:, None]
+    if model.config.get_text_config(decoder=True)._attn_implementation == "eager":
+        lowest = torch.finfo(model.dtype).min
+        masks = {k: torch.zeros_like(m, dtype=model.dtype).masked_fill_(~m, lowest) for k, m in masks.items()}
+    return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+@contextmanager
+def masked_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Inside, the model runs an attention implementation that takes explicit masks; afterwards its own again."""
+    before = model.config._attn_implementation
+    if before in EXPLICIT_MASK_IMPLEMENTATIONS:
+        yield
+        return
+    logger.warning_once(
+        f"`attn_implementation={before!r}` takes no explicit masks, which batches and trees need: "
+        f"{type(model).__name__} runs 'sdpa' during this call and {before!r} again afterwards."
+    )
+    model.set_attn_implementation("sdpa")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)

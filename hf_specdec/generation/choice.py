@@ -1,0 +1,190 @@
+"""How the target chooses a token, and how a drafter guesses that choice. Randomness is passed in or owned here.
+
+Shapes: B rows, M = 1 + N tokens of a block (the last verified token, then the tree's nodes), V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from .tree import NO_TOKEN, CandidateTree
+
+if TYPE_CHECKING:
+    from .run import Run
+
+NOISE_BYTES = 256 * 2**20  # draws kept ready; older ones are drawn again from their saved random state
+
+
+class Choice(Protocol):
+    """Greedy, shared noise or rejection."""
+
+    def choose(self, scores: torch.Tensor, run: Run, tree: CandidateTree | None) -> torch.LongTensor:
+        """The target's token after every token of the block.
+
+        Args:
+            scores (`torch.FloatTensor` of shape `(B, M, V)`): processed scores.
+            tree ([`CandidateTree`], *optional*): the drafts; `None` when the block is the last verified token alone.
+        Returns: `torch.LongTensor` of shape `(B, M)`.
+        """
+
+    def rank(self, scores: torch.Tensor, run: Run, offset: int) -> torch.Tensor:
+        """Order in which a drafter should guess the token `offset` steps ahead; the larger the better.
+
+        Args:
+            scores (`torch.FloatTensor` of shape `(B, V_draft)` or `(B, n, V_draft)`): the drafter's processed scores.
+            offset (`int`): 0 for the next token, 1 for the one after it, ...
+        Returns: `torch.FloatTensor` of the same shape.
+        """
+
+    def draft(self, scores: torch.Tensor, run: Run, offset: int) -> tuple[torch.LongTensor, torch.Tensor | None]:
+        """One draft token a row, `(B,)`, and the distribution `(B, V_draft)` it was drawn from (rejection only)."""
+
+    def finish(self, num_steps: int) -> None:
+        """Called at the end with the number of steps that plain `generate` would have made."""
+
+
+class Greedy:
+    """argmax(scores)."""
+
+    takes_trees = True
+
+    def choose(self, scores: torch.Tensor, run: Run, tree: CandidateTree | None) -> torch.LongTensor:
+        return scores.argmax(-1)
+
+    def rank(self, scores: torch.Tensor, run: Run, offset: int) -> torch.Tensor:
+        return scores
+
+    def draft(self, scores: torch.Tensor, run: Run, offset: int) -> tuple[torch.LongTensor, None]:
+        return self.rank(scores, run, offset).argmax(-1), None
+
+    def finish(self, num_steps: int) -> None:
+        pass
+
+
+class SharedNoise(Greedy):
+    """argmax(softmax(scores) / e_t) with e_t exponential noise, the draw that `torch.multinomial` makes inside.
+
+    The noise of step t is one draw `(B_all, V)` from the random state in which plain `generate` would have been at that
+    step, so the text is that of plain `generate(do_sample=True)`, and the drafter ranks its guesses by the same noise.
+    Source: exponential race / Gumbel-max; Daliri et al. 2024 (drafter-invariant speculative decoding).
+
+    Args:
+        num_rows (`int`): rows of the whole batch, finished ones included.
+        device (`torch.device`): where plain `generate` would sample: the device of the ids.
+    """
+
+    def __init__(self, num_rows: int, device: torch.device) -> None:
+        self.num_rows = num_rows
+        self.device = device
+        self.generator = torch.Generator(device)
+        self.generator.set_state(random_state(device))
+        self.states = [self.generator.get_state()]  # states[t]: before the draw of step t
+        self.draws: OrderedDict[int, torch.Tensor] = OrderedDict()
+        self.vocab_size = 0
+
+    def noise(self, step: int) -> torch.Tensor:
+        """The draw of a step, `(B_all, V)` float32."""
+        if step in self.draws:
+            self.draws.move_to_end(step)
+            return self.draws[step]
+        while len(self.states) <= step + 1:
+            self._draw(len(self.states) - 1)
+        return self.draws[step] if step in self.draws else self._draw(step)
+
+    def _draw(self, step: int) -> torch.Tensor:
+        self.generator.set_state(self.states[step])
+        draw = torch.empty(self.num_rows, self.vocab_size, device=self.device).exponential_(generator=self.generator)
+        if step + 1 == len(self.states):
+            self.states.append(self.generator.get_state())
+        self.draws[step] = draw
+        while len(self.draws) * draw.nbytes > NOISE_BYTES and len(self.draws) > 1:
+            self.draws.popitem(last=False)
+        return draw
+
+    def choose(self, scores: torch.Tensor, run: Run, tree: CandidateTree | None) -> torch.LongTensor:
+        self.vocab_size = scores.shape[-1]
+        if tree is None:
+            return self.rank(scores, run, 0).argmax(-1)
+        depths, _ = tree.visibility()
+        num_block = scores.shape[1]
+        max_depth = num_block - 1 if tree.is_chain else int(depths.max())
+        noise = torch.stack(
+            [torch.stack([self.noise(row.num_emitted + d)[row.index] for d in range(max_depth + 1)]) for row in run.rows]
+        )
+        if not tree.is_chain:
+            noise = noise.gather(1, depths[..., None].expand(len(noise), -1, self.vocab_size))
+        return (scores.softmax(-1) / noise).argmax(-1)
+
+    def rank(self, scores: torch.Tensor, run: Run, offset: int) -> torch.Tensor:
+        vocab_size = scores.shape[-1]
+        noise = torch.stack([self.noise(row.num_emitted + offset)[row.index, :vocab_size] for row in run.rows])
+        noise = noise.to(scores.device).view(len(noise), *[1] * (scores.ndim - 2), vocab_size)
+        return scores.softmax(-1) / noise
+
+    def finish(self, num_steps: int) -> None:
+        """Leaves the global random state as plain `generate` would have left it."""
+        while len(self.states) <= num_steps:
+            self._draw(len(self.states) - 1)
+        set_random_state(self.states[num_steps], self.device)
+
+
+class Rejection(Greedy):
+    """Speculative sampling: keeps a draft x with probability min(1, target(x) / draft(x)), else draws from the residual
+    max(0, target - draft). Chains only; the distribution of plain sampling, not its text seed for seed.
+
+    A rejected x has target(x) < draft(x), so the residual never gives x again: "kept" and "chosen token equals the draft"
+    are the same, and the walk down the tree needs to know nothing of this rule.
+    Source: Leviathan et al. 2211.17192, Algorithm 1; Chen et al. 2302.01318, Algorithm 2.
+    """
+
+    takes_trees = False
+
+    def choose(self, scores: torch.Tensor, run: Run, tree: CandidateTree | None) -> torch.LongTensor:
+        target_probs = scores.softmax(-1)
+        if tree is None or tree.num_nodes == 0:
+            return sample(target_probs)
+        drafted = tree.tokens
+        index = drafted.clamp(min=0)[..., None]
+        probs, bonus = target_probs.split([tree.num_nodes, scores.shape[1] - tree.num_nodes], dim=1)
+        draft_probs = torch.zeros_like(probs)
+        if tree.draft_probs is None:  # a deterministic draft: all of its probability on one token
+            draft_probs.scatter_(-1, index, 1.0)
+        else:
+            shared = min(probs.shape[-1], tree.draft_probs.shape[-1])
+            draft_probs[..., :shared] = tree.draft_probs[..., :shared]
+        uniforms = torch.rand(drafted.shape, device=scores.device, dtype=torch.float64)
+        is_kept = uniforms * draft_probs.gather(-1, index)[..., 0] < probs.gather(-1, index)[..., 0]
+        is_kept &= drafted != NO_TOKEN
+        residual = (probs - draft_probs).clamp(min=0)
+        # No draft at this depth, or no residual (target equals draft up to rounding): draw from the target itself.
+        is_plain = (drafted == NO_TOKEN) | (residual.sum(-1) == 0)
+        residual = torch.where(is_plain[..., None], probs, residual)
+        chosen = torch.where(is_kept, drafted, sample(residual))
+        return torch.cat([chosen, sample(bonus)], dim=1)
+
+    def rank(self, scores: torch.Tensor, run: Run, offset: int) -> torch.Tensor:
+        return scores
+
+    def draft(self, scores: torch.Tensor, run: Run, offset: int) -> tuple[torch.LongTensor, torch.Tensor]:
+        probs = scores.softmax(-1)
+        return sample(probs), probs
+
+
+def sample(weights: torch.Tensor) -> torch.LongTensor:
+    """One index from the last dimension, with probability proportional to `weights`."""
+    return (weights / torch.empty_like(weights).exponential_()).argmax(-1)
+
+
+def random_state(device: torch.device) -> torch.Tensor:
+    """State of the global random generator that `torch.multinomial` uses on this device."""
+    return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+
+
+def set_random_state(state: torch.Tensor, device: torch.device) -> None:
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state, device)

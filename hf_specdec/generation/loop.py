@@ -1,0 +1,66 @@
+"""The decoding loop: draft, verify, commit. It knows no drafter by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.generation.streamers import BaseStreamer
+
+from .record import Record
+from .run import Run
+from .schedule import DraftLength
+from .target import Target
+from .tree import CandidateTree
+from .verification import verify
+
+
+def decode(
+    run: Run,
+    target: Target,
+    record: Record,
+    input_ids: torch.LongTensor,
+    model_kwargs: dict[str, Any],
+    streamer: BaseStreamer | None,
+) -> None:
+    """Emits tokens into `run` until every row has stopped."""
+    run.generator.begin(run)
+    length = DraftLength(*run.settings.draft_length(run.generator))
+    tree: CandidateTree | None = None
+    with run.stopwatch.measure("target"):
+        outputs = target.prefill(input_ids, model_kwargs, run)
+    while True:
+        record.outputs = outputs
+        logits = outputs.logits[:, -1:] if run.statistics.num_target_passes == 0 else outputs.logits
+        verdict = verify(run, tree, logits, record)
+        run.note(verdict, length, logits.shape[1])
+        target.commit(run, outputs, verdict.paths)
+        run.stream(streamer)
+        if run.is_over:
+            return
+        run.generator.update(run)
+        run.drop_finished(target)
+        with run.stopwatch.measure("drafter"):
+            tree = draft(run, length.next())
+        with run.stopwatch.measure("target"):
+            outputs = target.verify(run, tree)
+
+
+def draft(run: Run, num_draft_tokens: int) -> CandidateTree | None:
+    """Asks the generator for as many tokens as are still of use; `None` if it has no guess."""
+    limit = run.generator.max_draft_tokens(run)
+    num_draft_tokens = min(num_draft_tokens, run.num_wanted - 1, num_draft_tokens if limit is None else limit)
+    tree = run.generator.propose(run, num_draft_tokens) if num_draft_tokens > 0 else None
+    if tree is None or tree.num_nodes == 0:
+        return None
+    if len(tree.tokens) != len(run.rows):
+        raise ValueError(
+            f"`propose` of {type(run.generator).__name__} returned {len(tree.tokens)} rows for the {len(run.rows)} rows "
+            "of `run.tokens`; return one row for each, filled with -1 where there is no draft."
+        )
+    if not (tree.is_chain or run.choice.takes_trees):
+        raise ValueError(
+            '`assistant_sampling="rejection"` is defined for chains of draft tokens, but '
+            f"{type(run.generator).__name__} proposed a tree. Use the default, \"shared_noise\"."
+        )
+    return tree

@@ -1,0 +1,164 @@
+"""Prompt lookup: what followed the last few tokens when they stood in the text before (Saxena 2023).
+
+No model drafts; it pays where the answer repeats the prompt (summaries, edits, extraction) or itself.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from .candidates import CandidateGenerator
+from .tree import CandidateTree
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    from .run import Run
+
+# Names under which configs keep the ids that stand for images, videos and sounds in a prompt: `image_token_id`,
+# `video_token_index`, `vision_start_token_id`, `boi_token_id`, ...
+_PLACEHOLDER = re.compile(r"(image|img|video|audio|vision|visual|speech|boi|eoi|boa|eoa).*token_(id|ids|index)$")
+
+
+class PromptLookup(CandidateGenerator):
+    """Drafts the continuation of the latest earlier match of the row's last tokens, the longest n-gram first.
+
+    If the match lies so close that its continuation reaches the end of the text, the text repeats itself with that
+    period, and the draft goes on repeating it. Each row has an index of its own n-grams, built once from its prompt and
+    extended by what it accepts, so a step costs the same for a prompt of 100 and of 100,000 tokens.
+
+    Args:
+        num_draft_tokens (`int`): draft length when `generate` is given none.
+        max_ngram_size (`int`): longest n-gram to match; `generate(..., max_matching_ngram_size=...)` overrides it.
+        min_ngram_size (`int`, *optional*): shortest n-gram to match. Default: 1 on accelerators, where verifying 10
+            tokens takes about as long as 1; 2 on a CPU, where it takes about twice as long and single tokens, whose
+            drafts are rejected outright 3 times in 4, cost more than they bring.
+
+    Raises:
+        ValueError: if a number is out of its range.
+
+    Example: tokens [5, 6, 7, 8, 5, 6], 3 wanted -> the bigram (5, 6) stood at 0, then came [7, 8, 5].
+    """
+
+    length_settings = ("prompt_lookup_num_tokens", "num_assistant_tokens")
+
+    def __init__(self, num_draft_tokens: int = 10, max_ngram_size: int = 3, min_ngram_size: int | None = None) -> None:
+        _check_positive("num_draft_tokens", num_draft_tokens)
+        _check_positive("max_ngram_size", max_ngram_size)
+        if min_ngram_size is not None:
+            _check_positive("min_ngram_size", min_ngram_size)
+            if min_ngram_size > max_ngram_size:
+                raise ValueError(
+                    f"`min_ngram_size` is {min_ngram_size}; expected at most `max_ngram_size`, which is "
+                    f"{max_ngram_size}: lower the one or raise the other."
+                )
+        self.default_num_draft_tokens = num_draft_tokens
+        self.max_ngram_size = max_ngram_size
+        self.min_ngram_size = min_ngram_size
+
+    def begin(self, run: Run) -> None:
+        asked = run.settings.max_matching_ngram_size
+        if asked is not None:
+            _check_positive("max_matching_ngram_size", asked)
+        longest = self.max_ngram_size if asked is None else asked
+        shortest = self.min_ngram_size or (2 if run.device.type == "cpu" else 1)
+        self._placeholders = placeholder_token_ids(run.target.config)
+        self._vocab_size = output_vocab_size(run.target)
+        self._indexes: list[NgramIndex] = []
+        for row, tokens in enumerate(run.tokens):
+            if row > 0 and tokens == run.tokens[row - 1]:  # several sequences for one prompt
+                index = self._indexes[-1].copy()
+            else:
+                index = NgramIndex(min(shortest, longest), longest)
+                index.extend(tokens)
+            self._indexes.append(index)
+
+    def propose(self, run: Run, num_draft_tokens: int) -> CandidateTree | None:
+        drafts = []
+        for index, tokens in zip(self._indexes, run.tokens):
+            index.extend(tokens)
+            start = index.find(tokens)
+            drafts.append([] if start is None else self._emittable(continuation(tokens, start, num_draft_tokens)))
+        return CandidateTree.from_lists(drafts, run.device) if any(drafts) else None
+
+    def keep_rows(self, rows: torch.LongTensor) -> None:
+        self._indexes = [self._indexes[row] for row in rows.tolist()]
+
+    def _emittable(self, draft: list[int]) -> list[int]:
+        """The draft up to the first token that the target never emits."""
+        for place, token in enumerate(draft):
+            if not 0 <= token < self._vocab_size or token in self._placeholders:
+                return draft[:place]
+        return draft
+
+
+class NgramIndex:
+    """For every n-gram of a growing text, the position of the token that followed its latest occurrence.
+
+    Only n-grams that something followed are in it, so the n-gram at the text's end finds its latest earlier occurrence.
+
+    Args:
+        min_size, max_size (`int`): the sizes to index.
+    """
+
+    def __init__(self, min_size: int, max_size: int) -> None:
+        sizes = range(max_size, min_size - 1, -1)
+        self._followers: dict[int, dict[tuple[int, ...], int]] = {size: {} for size in sizes}
+        self._num_indexed = 0  # tokens up to here are followers in the index
+
+    def extend(self, tokens: list[int]) -> None:
+        """Takes in what `tokens`, the whole text, has more than at the last call."""
+        for size, followers in self._followers.items():
+            first = max(self._num_indexed, size)
+            new = tokens[first - size : -1]
+            followers.update(zip(zip(*(new[offset:] for offset in range(size))), range(first, len(tokens))))
+        self._num_indexed = len(tokens)
+
+    def find(self, tokens: list[int]) -> int | None:
+        """Where the continuation of the longest indexed n-gram at the end of `tokens` starts; `None`: no match."""
+        for size, followers in self._followers.items():
+            start = followers.get(tuple(tokens[-size:]))
+            if start is not None:
+                return start
+        return None
+
+    def copy(self) -> NgramIndex:
+        other = NgramIndex.__new__(NgramIndex)
+        other._followers = {size: followers.copy() for size, followers in self._followers.items()}
+        other._num_indexed = self._num_indexed
+        return other
+
+
+def continuation(tokens: list[int], start: int, length: int) -> list[int]:
+    """`length` tokens from `start`, and round again from there where the text ends.
+
+    Example: [1, 2, 3, 1, 2, 3], start 3, length 5 -> [1, 2, 3, 1, 2].
+    """
+    draft = tokens[start : start + length]
+    return (draft * (length // len(draft) + 1))[:length] if len(draft) < length else draft
+
+
+def placeholder_token_ids(config: PreTrainedConfig | dict[str, Any]) -> set[int]:
+    """Ids that a config, or one inside it, names as stand-ins for images, videos and sounds."""
+    found: set[int] = set()
+    for name, value in (config if isinstance(config, dict) else vars(config)).items():
+        if name.endswith("config") and (isinstance(value, dict) or hasattr(value, "__dict__")):
+            found |= placeholder_token_ids(value)
+        elif _PLACEHOLDER.search(name):
+            found.update(
+                token for token in (value if isinstance(value, list | tuple) else [value]) if token is not None
+            )
+    return found
+
+
+def output_vocab_size(model: PreTrainedModel) -> int:
+    """Number of scores that the model's head gives; ids from there on it cannot emit."""
+    size = getattr(model.get_output_embeddings(), "out_features", None)
+    return model.config.get_text_config().vocab_size if size is None else size
+
+
+def _check_positive(name: str, value: int) -> None:
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"`{name}` is {value!r}; expected an int of at least 1.")

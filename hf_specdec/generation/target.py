@@ -1,0 +1,168 @@
+"""The target model of one call: prefill as plain `generate` does it, then verification passes on a ragged cache."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from .cache import GROWTH_ROOM, check_source
+from .cached_model import CachedModel
+from .tree import CandidateTree
+
+if TYPE_CHECKING:
+    from .run import Run
+
+# What a pass gets from the loop itself, or only needs during the prefill.
+OWN_INPUTS = {
+    "input_ids",
+    "inputs_embeds",
+    "attention_mask",
+    "position_ids",
+    "past_key_values",
+    "use_cache",
+    "logits_to_keep",
+    "cache_position",
+}
+
+
+def real_tokens(input_ids: torch.LongTensor, attention_mask: torch.Tensor | None) -> list[list[int]]:
+    """Each prompt without its padding, as lists; `input_ids` may be the end of what the mask describes."""
+    if attention_mask is None or input_ids.shape[1] == 0:
+        return input_ids.tolist()
+    is_token = attention_mask[:, -input_ids.shape[1] :].bool().tolist()
+    return [[i for i, keep in zip(ids, mask) if keep] for ids, mask in zip(input_ids.tolist(), is_token)]
+
+
+class Target(CachedModel):
+    """The model whose `generate` was called."""
+
+    def __init__(self, model: PreTrainedModel, generation_config: GenerationConfig, run: Run) -> None:
+        super().__init__(model, 0, run.exit_stack)
+        if run.num_rows > 1:
+            self.require_mask()
+        self.generation_config = generation_config
+
+    def prefill(self, input_ids: torch.LongTensor, model_kwargs: dict[str, Any], run: Run) -> Any:
+        """Reads the prompt with `generate`'s own code, then takes its cache over.
+
+        Whatever the prompt is (ids, embeddings, soft prompts, a cache from an earlier turn, chunks), it is read
+        exactly as plain `generate` reads it.
+        """
+        layers = run.generator.hidden_state_layers
+        if layers and not model_kwargs.get("output_hidden_states"):
+            model_kwargs = {**model_kwargs, "output_hidden_states": list(layers)}
+        outputs = self.model._prefill(input_ids, self.generation_config, model_kwargs)
+        source = outputs.get("past_key_values")
+        check_source(source, type(self.model).__name__)
+        self.source = source
+        self.num_columns = source.get_seq_length()  # may exceed the prompt: soft prompts
+        mask = model_kwargs.get("attention_mask")
+        self.columns = self._columns(mask, input_ids.shape[0])
+        self.lengths = [len(columns) for columns in self.columns]
+        needed = max(self.lengths) + run.max_new_tokens
+        self.cache.capacity = min(needed, max(self.lengths) + GROWTH_ROOM)
+        self.cache.load(source, self.columns)
+        self._learn_inputs(input_ids, outputs, model_kwargs, run)
+        # Plain `generate` switches the experts of MoE models here as well.
+        run.exit_stack.enter_context(self.model._optimize_model_for_decode())
+        return outputs
+
+    def _columns(self, mask: torch.Tensor | None, num_rows: int) -> list[torch.LongTensor]:
+        """For each row, the columns of the prefill's cache that hold its tokens."""
+        if mask is None:
+            return [torch.arange(self.num_columns)] * num_rows
+        is_token = mask.bool().cpu()
+        is_token = torch.nn.functional.pad(is_token, (self.num_columns - is_token.shape[1], 0), value=True)
+        return [row.nonzero()[:, 0] for row in is_token]
+
+    def _learn_inputs(self, input_ids: torch.LongTensor, outputs: Any, model_kwargs: dict[str, Any], run: Run) -> None:
+        """Asks `generate`'s own code what the next step's inputs would be: positions, and keywords for every pass."""
+        kwargs = self.model._update_model_kwargs_for_generation(outputs, dict(model_kwargs))
+        ids = torch.cat([input_ids, input_ids.new_zeros(len(input_ids), 1)], dim=1)
+        inputs = self.model.prepare_inputs_for_generation(ids, next_sequence_length=1, **kwargs)
+        self.extra_inputs = {
+            name: value for name, value in inputs.items() if name not in OWN_INPUTS and value is not None
+        }
+        tensors = [name for name, value in self.extra_inputs.items() if isinstance(value, torch.Tensor)]
+        if tensors:
+            raise ValueError(
+                f"{', '.join(tensors)} would have to grow with the text, which speculative decoding does not do yet; "
+                "generate without `assistant=`."
+            )
+        positions = inputs.get("position_ids")
+        if positions is not None and positions.ndim != 2:
+            raise ValueError(
+                f"{type(self.model).__name__} uses {positions.ndim}D position ids, which speculative decoding does "
+                "not support yet; generate without `assistant=`."
+            )
+        if positions is None:
+            positions = torch.full((1, 1), self.num_columns)
+        positions = positions[:, -1].expand(len(self.lengths)).tolist()
+        self.position_shift = [position - length for position, length in zip(positions, self.lengths)]
+        self.last_positions = [position + run.max_new_tokens - 1 for position in positions]
+
+    def verify(self, run: Run, tree: CandidateTree | None) -> Any:
+        """One pass over each row's last token and its drafts; its logits are `(B, 1 + N, V)`."""
+        block = torch.tensor([[tokens[-1]] for tokens in run.tokens], device=run.device)
+        inputs = {}
+        if tree is not None:
+            block = torch.cat([block, tree.tokens], dim=1)
+        if run.generator.hidden_state_layers and not self.extra_inputs.get("output_hidden_states"):
+            inputs["output_hidden_states"] = list(run.generator.hidden_state_layers)
+        return self(block, tree, **inputs)
+
+    def commit(self, run: Run, outputs: Any, paths: list[list[int] | None]) -> None:
+        """Keeps row b's last token and the nodes `paths[b]` of its tree; `None`: the row emitted nothing.
+
+        A branch of a tree moves to where a chain would lie.
+        """
+        is_prefill = run.statistics.num_target_passes == 1
+        if run.generator.hidden_state_layers:
+            self._gather_hidden_states(run, outputs, None if is_prefill else paths)
+        if is_prefill:
+            return
+        kept = [path or [] for path in paths]
+        num_moved = max(map(len, kept))
+        if any(path != list(range(len(path))) for path in kept):
+            # Rows with shorter paths copy a slot onto itself.
+            padded = [path + list(range(len(path), num_moved)) for path in kept]
+            sources = [[start + 1 + node for node in path] for start, path in zip(self.lengths, padded)]
+            places = [[start + 1 + depth for depth in range(num_moved)] for start in self.lengths]
+            self.cache.move(sources, places)
+        for row, path in enumerate(paths):
+            if path is not None:
+                self.lengths[row] += 1 + len(path)
+
+    def _gather_hidden_states(self, run: Run, outputs: Any, paths: list[list[int] | None] | None) -> None:
+        """Fills `run.hidden_states` with what the pass computed at the tokens that were kept."""
+        if paths is None:
+            first = self.num_columns - outputs.hidden_states[run.generator.hidden_state_layers[0]].shape[1]
+            index = [(columns[columns >= first] - first).tolist() for columns in self.columns]
+        else:
+            index = [[] if path is None else [0, *(node + 1 for node in path)] for path in paths]
+        run.num_new = list(map(len, index))
+        width = max(run.num_new)
+        index = torch.tensor([row + [0] * (width - len(row)) for row in index])[..., None]
+        # Asked for by a list, transformers puts layer l at index l; asked for all, the embeddings come first.
+        shift = int(bool(self.extra_inputs.get("output_hidden_states")))
+        for layer in run.generator.hidden_state_layers:
+            states = outputs.hidden_states[layer + shift]
+            run.hidden_states[layer] = states.gather(1, index.to(states.device).expand(-1, -1, states.shape[-1]))
+
+    def keep_rows(self, rows: list[int]) -> None:
+        super().keep_rows(rows)
+        self.columns = [self.columns[row] for row in rows]
+
+    def export(self, run: Run) -> None:
+        """Writes the cache back into the one that the prefill used, as plain `generate` would have left it."""
+        num_columns = self.num_columns + run.num_steps - 1
+        if any(row.num_emitted < run.num_steps for row in run.rows):
+            self.verify(run, None)  # a row that stopped early: its last token has not been read yet
+            self.lengths = [length + 1 for length in self.lengths]
+        columns = []
+        for prompt, length in zip(self.columns, self.lengths):
+            emitted = torch.arange(self.num_columns, self.num_columns + length - len(prompt))
+            columns.append(torch.cat([prompt, emitted[emitted < num_columns]]))
+        self.cache.store(self.source, columns, num_columns)

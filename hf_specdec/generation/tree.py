@@ -1,0 +1,108 @@
+"""Candidate trees: what a drafter proposes and the target verifies in one pass. A chain is a tree with one child per node.
+
+Shapes: B rows (sequences still being decoded), N nodes of the tree, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+NO_TOKEN = -1  # fills nodes that a row does not use; never equals a token that the target chooses
+ROOT = -1  # parent of a tree's first level: the last verified token, which is not a node of the tree
+
+
+@dataclass
+class CandidateTree:
+    """Draft tokens of every row, arranged as a tree below the last verified token.
+
+    Args:
+        tokens (`torch.LongTensor` of shape `(B, N)`): token of each node; `NO_TOKEN` (-1) where a row has no draft.
+        parents (`torch.LongTensor` of shape `(N,)` or `(B, N)`, *optional*): index of each node's parent, smaller than
+            the node's own index; `ROOT` (-1) for the first level. `None` (default) makes a chain.
+        draft_probs (`torch.FloatTensor` of shape `(B, N, V)`, *optional*): float32 rows, the distribution that each
+            token was really drawn from. Only `assistant_sampling="rejection"` reads it, and only for chains. `None`
+            says that the drafts are deterministic.
+
+    Raises:
+        ValueError: if the shapes disagree.
+    """
+
+    tokens: torch.LongTensor
+    parents: torch.LongTensor | None = None
+    draft_probs: torch.FloatTensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.tokens.ndim != 2:
+            raise ValueError(f"`tokens` has shape {tuple(self.tokens.shape)}; expected (rows, nodes).")
+        if self.parents is not None and self.parents.shape not in (self.tokens.shape, self.tokens.shape[1:]):
+            raise ValueError(
+                f"`parents` has shape {tuple(self.parents.shape)}; expected {tuple(self.tokens.shape)} or "
+                f"{tuple(self.tokens.shape[1:])}, as `tokens`."
+            )
+
+    @classmethod
+    def from_lists(cls, drafts: list[list[int]], device: torch.device | str = "cpu") -> CandidateTree:
+        """A chain for each row from lists of different lengths, e.g. `[[5, 8], []]` -> tokens `[[5, 8], [-1, -1]]`."""
+        width = max(map(len, drafts), default=0)
+        rows = [draft + [NO_TOKEN] * (width - len(draft)) for draft in drafts]
+        return cls(torch.tensor(rows, dtype=torch.long, device=device).view(len(drafts), width))
+
+    @property
+    def num_nodes(self) -> int:
+        return self.tokens.shape[1]
+
+    @property
+    def is_chain(self) -> bool:
+        return self.parents is None
+
+    def parent_lists(self) -> list[list[int]]:
+        """Parents of every row on the host, each `N` long."""
+        num_rows, num_nodes = self.tokens.shape
+        if self.parents is None:
+            return [list(range(-1, num_nodes - 1))] * num_rows
+        parents = self.parents.tolist()
+        return parents if self.parents.ndim == 2 else [parents] * num_rows
+
+    def visibility(self) -> tuple[torch.LongTensor, torch.BoolTensor]:
+        """Depths and ancestors of the block that the target reads: the last verified token, then the nodes.
+
+        Returns:
+            depths (`torch.LongTensor` of shape `(B or 1, 1 + N)`): 0 for the root token, 1 for its children, ...
+            is_visible (`torch.BoolTensor` of shape `(B or 1, 1 + N, 1 + N)`): True where query i may attend to key j,
+            that is where j is i or one of its ancestors.
+
+        Example: parents [-1, -1, 0] -> depths [0, 1, 1, 2]; the last row of is_visible is [1, 1, 0, 1].
+        """
+        num_block = self.num_nodes + 1
+        device = self.tokens.device
+        if self.parents is None:
+            positions = torch.arange(num_block, device=device)
+            return positions[None], (positions[:, None] >= positions[None, :])[None]
+        parents = self.parents if self.parents.ndim == 2 else self.parents[None]
+        parents = torch.nn.functional.pad(parents.to(device) + 1, (1, 0))  # in the block; the root is its own parent
+        is_visible = torch.eye(num_block, dtype=torch.bool, device=device).expand(len(parents), -1, -1)
+        # Doubling: after k rounds a node sees its ancestors up to distance 2^k - 1.
+        jump = parents
+        for _ in range(max(1, num_block.bit_length())):
+            is_visible = is_visible | is_visible.gather(1, jump[..., None].expand(-1, -1, num_block))
+            jump = jump.gather(1, jump)
+        return is_visible.sum(-1) - 1, is_visible
+
+
+def children(tokens: list[int], parents: list[int]) -> dict[tuple[int, int], int]:
+    """Index of one row's tree by (parent, token), for the walk; of two equal siblings the first is kept."""
+    index: dict[tuple[int, int], int] = {}
+    for node, (token, parent) in enumerate(zip(tokens, parents)):
+        if token != NO_TOKEN:
+            index.setdefault((parent, token), node)
+    return index
+
+
+def longest_branch(tokens: list[int], parents: list[int]) -> int:
+    """Draft tokens on the longest branch of one row's tree."""
+    depths: list[int] = []
+    for token, parent in zip(tokens, parents):
+        depths.append(0 if token == NO_TOKEN else 1 + (0 if parent == ROOT else depths[parent]))
+    return max(depths, default=0)
