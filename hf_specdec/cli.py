@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import torch
 import transformers
 import typer
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+from transformers import AutoTokenizer, BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 from . import __version__
+from .registry import METHODS
 from .smollm2 import SMOLLM2, load_model_and_tokenizer, resolve_name
 
 if TYPE_CHECKING:
@@ -166,9 +167,7 @@ def generate(
     with _one_line_errors(debug):
         _use_threads(threads)
         target, tokenizer = load_model_and_tokenizer(model, device=device, dtype=dtype and dtype.value)
-        inputs = encode_prompt(tokenizer, text, chat)
-        if target.device.type != "meta":  # offloaded parts fetch their inputs themselves
-            inputs = inputs.to(target.device)
+        inputs = encode_prompt(target, tokenizer, text, chat)
         if assistant is not None:
             options |= load_assistant(assistant, tokenizer)
         if stream:
@@ -206,8 +205,8 @@ def demo(
 
 
 def encode_prompt(
-    tokenizer: PreTrainedTokenizerBase, text: str, chat: bool | None = None
-) -> transformers.BatchEncoding:
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str, chat: bool | None = None
+) -> BatchEncoding:
     """Ids and mask of one prompt, `(1, T)` each; inside the chat template if `chat`, by default if there is one.
 
     Raises:
@@ -216,14 +215,19 @@ def encode_prompt(
     if chat and not tokenizer.chat_template:
         raise ValueError("the model's tokenizer has no chat template; use --no-chat.")
     if chat is False or not tokenizer.chat_template:
-        return tokenizer(text, return_tensors="pt")
-    messages = [{"role": "user", "content": text}]
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        inputs = tokenizer(text, return_tensors="pt")
+    else:
+        messages = [{"role": "user", "content": text}]
+        inputs = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    # The device of an offloaded model is "meta"; accelerate then moves the inputs.
+    return inputs if model.device.type == "meta" else inputs.to(model.device)
 
 
 def load_assistant(name: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """The keywords of `generate` that make `name` draft; with both tokenizers where their vocabularies differ."""
-    if name == "prompt_lookup":
+    if name in METHODS:
         return {"assistant": name}
     source = resolve_name(name)
     try:

@@ -15,17 +15,25 @@ from rich.text import Text
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
+from .cli import encode_prompt
 from .generation.statistics import SpeculationStatistics
 from .smollm2 import early_layers_copy, load_model_and_tokenizer
 
 PLAIN = "plain generate"
 ACCEPTED_STYLE = "bold green"
-# What is compared with plain generate: a name, and what makes the assistant from the target.
-ROWS: list[tuple[str, Callable[[PreTrainedModel], Any]]] = [
-    ("prompt lookup", lambda target: "prompt_lookup"),
-    ("draft model: first 2 layers, untrained", lambda target: early_layers_copy(target, 2)),
-]
 SAMPLING_SEED = 0
+# What is compared with plain generate: a name, and what makes the keywords of `generate` from the target.
+ROWS: list[tuple[str, Callable[[PreTrainedModel], dict[str, Any]]]] = [
+    ("prompt lookup", lambda target: {"assistant": "prompt_lookup"}),
+    (
+        "draft model, untrained",
+        lambda target: {"assistant": early_layers_copy(target, 2), "num_assistant_tokens": "auto"},
+    ),
+]
+NOTE = (
+    "The draft model is the first 2 layers of the model itself, as they are: a stand-in for a trained one. It is "
+    'seldom right, and num_assistant_tokens="auto" learns to leave it alone.'
+)
 
 
 @dataclass(frozen=True)
@@ -64,15 +72,14 @@ PROMPTS = [
     ),
     Prompt(
         "extract from a table",
-        "| Name | City | Age | Team |\n"
-        "|---|---|---|---|\n"
-        "| Anna Berg | Oslo | 34 | sales |\n"
-        "| Luis Costa | Lisbon | 51 | design |\n"
-        "| Marie Huber | Vienna | 28 | sales |\n"
-        "| Petr Novak | Prague | 45 | finance |\n"
-        "| Sean Byrne | Dublin | 39 | design |\n"
-        "| Ines Moreau | Lyon | 42 | sales |\n\n"
-        "Copy the table without the column Team.",
+        "| Part | Number | Price |\n"
+        "|---|---|---|\n"
+        "| brake pad | BP-1120 | 24.90 |\n"
+        "| oil filter | OF-0031 | 8.50 |\n"
+        "| spark plug | SP-2207 | 6.20 |\n"
+        "| wiper blade | WB-0450 | 13.75 |\n"
+        "| fan belt | FB-1034 | 18.00 |\n\n"
+        "Convert this table to a list with the part and its price.",
     ),
     Prompt(
         "chat, sampled",
@@ -94,14 +101,17 @@ class Answer:
 
 
 class AnswerStreamer(BaseStreamer):
-    """Collects the new tokens and who wrote them: of a block put at once, all but the last were accepted drafts.
+    """Collects the new tokens, their text and who wrote them: of a block put at once, all but the last were drafts.
 
     Example: blocks [4], [7, 8, 9] -> ids [4, 7, 8, 9], is_drafted [False, True, True, False].
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
         self.ids: list[int] = []
         self.is_drafted: list[bool] = []
+        self.pieces: list[str] = []  # the text that each token adds; a character of several tokens comes with its last
+        self.num_characters = 0
         self.has_prompt = False
 
     def put(self, value: torch.LongTensor) -> None:
@@ -110,29 +120,26 @@ class AnswerStreamer(BaseStreamer):
             return
         block = value.flatten().tolist()
         self.is_drafted += [True] * (len(block) - 1) + [False]
-        self.ids += block
+        for token in block:
+            self.ids.append(token)
+            text = self.tokenizer.decode(self.ids, skip_special_tokens=True)
+            self._add("" if text.endswith("\ufffd") else text[self.num_characters :])
 
     def end(self) -> None:
-        pass
+        if self.pieces:
+            text = self.tokenizer.decode(self.ids, skip_special_tokens=True)
+            self.pieces[-1] += text[self.num_characters :]
 
+    def _add(self, piece: str) -> None:
+        self.pieces.append(piece)
+        self.num_characters += len(piece)
 
-def pieces_of_text(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]:
-    """The text that each token adds; a character made of several tokens comes with its last one."""
-    pieces, text = [], ""
-    for end in range(1, len(ids) + 1):
-        longer = tokenizer.decode(ids[:end], skip_special_tokens=True)
-        is_complete = not longer.endswith("\ufffd") or end == len(ids)
-        pieces.append(longer[len(text) :] if is_complete else "")
-        text = longer if is_complete else text
-    return pieces
-
-
-def coloured(tokenizer: PreTrainedTokenizerBase, ids: list[int], is_drafted: list[bool]) -> Text:
-    """The answer with its accepted drafts in colour."""
-    answer = Text()
-    for piece, drafted in zip(pieces_of_text(tokenizer, ids), is_drafted):
-        answer.append(piece, ACCEPTED_STYLE if drafted else "")
-    return answer
+    def coloured(self, is_drafted: list[bool] | None = None) -> Text:
+        """The text so far with the drafts in colour; `is_drafted` overrides what the blocks said."""
+        text = Text()
+        for piece, drafted in zip(list(self.pieces), self.is_drafted if is_drafted is None else is_drafted):
+            text.append(piece, ACCEPTED_STYLE if drafted else "")
+        return text
 
 
 class Demo:
@@ -145,42 +152,34 @@ class Demo:
         self.tokenizer = tokenizer
         self.max_new_tokens = max_new_tokens
         self.console = console
-        self.assistants: dict[str, Any] = {}  # by row name
-        self.answers: dict[str, list[Answer]] = {PLAIN: []}  # by row name, one for each prompt
+        self.rows: dict[str, dict[str, Any]] = {PLAIN: {}}  # keywords of `generate`
         for name, make in ROWS:
             try:
-                self.assistants[name] = make(model)
-                self.answers[name] = []
+                self.rows[name] = make(model)
             except ValueError as error:
-                console.print(Text(f"Left out: {name} ({error})", "dim"))
+                console.print(Text(f"Left out: {name}. {error}", "dim"))
+        self.answers: dict[str, list[Answer]] = {name: [] for name in self.rows}  # one for each prompt
 
-    def warm_up(self, threads: int | None) -> None:
-        """Runs every path once, and on a CPU finds out how many threads are faster if the user named none."""
-        prompt, streamer = PROMPTS[-1], AnswerStreamer()
-        for assistant in (None, *self.assistants.values()):
-            self.generate(prompt, assistant, streamer, max_new_tokens=4)
+    def warm_up(self, choose_threads: bool) -> None:
+        """Runs every row for a few tokens; with `choose_threads` uses one CPU thread if that is faster now."""
+        prompt = PROMPTS[-1]
+        for row in self.rows:
+            self.generate(prompt, row, AnswerStreamer(self.tokenizer), max_new_tokens=4)
         default = torch.get_num_threads()
-        if threads is not None or default == 1 or self.model.device.type != "cpu":
+        if not choose_threads or default == 1 or self.model.device.type != "cpu":
             return
         # On a busy machine several threads wait for each other and can be many times slower than one.
         seconds = {}
         for candidate in (default, 1):
             torch.set_num_threads(candidate)
-            seconds[candidate] = self.generate(prompt, None, streamer, max_new_tokens=8).seconds
+            seconds[candidate] = self.generate(prompt, PLAIN, AnswerStreamer(self.tokenizer), max_new_tokens=8).seconds
         torch.set_num_threads(min(seconds, key=seconds.get))
 
-    def generate(
-        self, prompt: Prompt, assistant: Any, streamer: AnswerStreamer, max_new_tokens: int | None = None
-    ) -> Answer:
+    def generate(self, prompt: Prompt, row: str, streamer: AnswerStreamer, max_new_tokens: int | None = None) -> Answer:
         """One timed call of `generate`, with the same seed each time."""
-        from .cli import encode_prompt
-
-        inputs = encode_prompt(self.tokenizer, prompt.text)
-        if self.model.device.type != "meta":
-            inputs = inputs.to(self.model.device)
-        options = {"do_sample": False, "max_new_tokens": max_new_tokens or self.max_new_tokens} | prompt.options
-        if assistant is not None:
-            options["assistant"] = assistant
+        inputs = encode_prompt(self.model, self.tokenizer, prompt.text)
+        options = {"do_sample": False, "max_new_tokens": max_new_tokens or self.max_new_tokens}
+        options |= prompt.options | self.rows[row]
         torch.manual_seed(SAMPLING_SEED)
         start = time.perf_counter()
         outputs = self.model.generate(**inputs, **options, streamer=streamer, return_dict_in_generate=True)
@@ -188,32 +187,27 @@ class Demo:
         return Answer(ids, time.perf_counter() - start, getattr(outputs, "speculation", None))
 
     def answer(self, prompt: Prompt, row: str) -> None:
-        """Generates while showing the text, then leaves the final colours and one line of numbers on the screen."""
-        streamer = AnswerStreamer()
-
-        def show() -> Text:
-            ids = list(streamer.ids)
-            return coloured(self.tokenizer, ids, streamer.is_drafted[: len(ids)])
-
-        with Live(console=self.console, get_renderable=show, refresh_per_second=8, transient=True):
-            answer = self.generate(prompt, self.assistants.get(row), streamer)
+        """Generates while showing the text, then leaves one line of numbers and the final colours on the screen."""
+        streamer = AnswerStreamer(self.tokenizer)
+        with Live(console=self.console, get_renderable=streamer.coloured, refresh_per_second=8, transient=True):
+            answer = self.generate(prompt, row, streamer)
         self.answers[row].append(answer)
-        speculation = answer.speculation
-        numbers = f"{len(answer.ids) / answer.seconds:.1f} tokens per second"
-        if speculation is None:
-            mask = [False] * len(answer.ids)
-        else:
-            # The statistics know better than the blocks: the last token of a block that ends the text may be a draft.
-            mask = speculation.drafted_mask[0]
+        plain, speculation = self.answers[PLAIN][-1], answer.speculation
+        numbers = f"{tokens_per_second([answer]):.1f} tokens per second"
+        if speculation is not None:
+            # A block that ends the text may end with a draft; the statistics know.
+            is_drafted = speculation.drafted_mask[0]
             numbers += (
-                f", {speculation.mean_acceptance_length:.2f} tokens per pass, "
-                f"{sum(mask)} of {len(mask)} tokens were drafted"
+                f" ({tokens_per_second([answer]) / tokens_per_second([plain]):.2f}x), "
+                f"{speculation.mean_acceptance_length:.2f} tokens per pass, {sum(is_drafted)} of {len(is_drafted)} drafted"
             )
         self.console.print(Text(f"{row}: {numbers}", "bold"))
-        if row == PLAIN or answer.ids != self.answers[PLAIN][-1].ids or any(mask):
-            self.console.print(coloured(self.tokenizer, answer.ids, mask))
+        if speculation is None:
+            self.console.print(streamer.coloured())
+        elif answer.ids == plain.ids and not any(is_drafted):
+            self.console.print(Text("The same text, without any draft.", "dim"))
         else:
-            self.console.print(Text("(the same text, no draft accepted)", "dim"))
+            self.console.print(streamer.coloured(is_drafted))
         self.console.print()
 
     def table(self) -> Table:
@@ -277,15 +271,16 @@ def run_demo(
             max_new_tokens=min(max_new_tokens, QUICK_TOKENS) if quick else max_new_tokens,
             console=console,
         )
-        demo.warm_up(threads)
+        demo.warm_up(choose_threads=threads is None)
         console.print(Text("Tokens in this colour", ACCEPTED_STYLE) + Text(" were drafted, and the model agreed."))
         for prompt in prompts:
             console.rule(f"[bold]{prompt.name}")
             console.print(Text(prompt.text, "dim"))
             console.print()
-            for row in demo.answers:
+            for row in demo.rows:
                 demo.answer(prompt, row)
         console.print(demo.table())
+        console.print(Text(NOTE, "dim"))
     finally:
         torch.set_num_threads(threads_before)
     return demo

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from ..registry import METHODS
 from .candidates import CandidateGenerator
@@ -34,7 +34,10 @@ def as_candidate_generator(assistant: Any, run: Run) -> CandidateGenerator:
     if isinstance(assistant, (str, Path)):
         if str(assistant) in METHODS:
             return METHODS[str(assistant)]()
-        return DraftModel(load_draft_model(str(assistant), run.target))
+        model = load_draft_model(str(assistant), run.target)
+        if run.settings.tokenizer is not None and run.settings.assistant_tokenizer is None:
+            run.settings.assistant_tokenizer = AutoTokenizer.from_pretrained(str(assistant))
+        return DraftModel(model)
     if isinstance(assistant, nn.Module) and hasattr(assistant, "generate"):
         return DraftModel(assistant)
     raise ValueError(

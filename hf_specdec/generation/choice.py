@@ -74,16 +74,17 @@ class SharedNoise(Greedy):
     Args:
         num_rows (`int`): rows of the whole batch, finished ones included.
         device (`torch.device`): where plain `generate` would sample: the device of the ids.
+        vocab_size (`int`): width of the target's logits.
     """
 
-    def __init__(self, num_rows: int, device: torch.device) -> None:
+    def __init__(self, num_rows: int, device: torch.device, vocab_size: int) -> None:
         self.num_rows = num_rows
         self.device = device
         self.generator = torch.Generator(device)
         self.generator.set_state(random_state(device))
         self.states = [self.generator.get_state()]  # states[t]: before the draw of step t
         self.draws: OrderedDict[int, torch.Tensor] = OrderedDict()
-        self.vocab_size = 0
+        self.vocab_size = vocab_size
 
     def noise(self, step: int) -> torch.Tensor:
         """The draw of a step, `(B_all, V)` float32."""
@@ -105,7 +106,9 @@ class SharedNoise(Greedy):
         return draw
 
     def choose(self, scores: torch.Tensor, run: Run, tree: CandidateTree | None) -> torch.LongTensor:
-        self.vocab_size = scores.shape[-1]
+        if scores.shape[-1] != self.vocab_size:  # the head is wider than it says: draw anew
+            self.vocab_size = scores.shape[-1]
+            self.states, self.draws = self.states[:1], OrderedDict()
         if tree is None:
             return self.rank(scores, run, 0).argmax(-1)
         depths, _ = tree.visibility()

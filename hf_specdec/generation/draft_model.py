@@ -6,7 +6,8 @@ Shapes: B rows, K draft tokens, V vocabulary of the drafter.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import itertools
+import math
 
 import torch
 from transformers import PreTrainedModel
@@ -16,10 +17,8 @@ from .cached_model import CachedModel
 from .candidates import CandidateGenerator
 from .checks import check_decoder_only
 from .retokenization import Retokenizer, same_tokenizer
+from .run import Run, output_vocab_size
 from .tree import NO_TOKEN, CandidateTree
-
-if TYPE_CHECKING:
-    from .run import Run
 
 VOCABULARY_PADDING = 512  # one tokenizer, embeddings padded to different multiples: Qwen2.5 has 151936 and 152064
 
@@ -52,13 +51,17 @@ class DraftModel(CandidateGenerator):
         self.drafter = CachedModel(model, longest + min(run.max_new_tokens, GROWTH_ROOM) + 1, run.exit_stack)
         self.drafter.lengths = [0] * len(run.rows)
         self.retokenizers = self._retokenizers(run, model)
+        self.drafter_rows: list[tuple[int, list[int]]] = []  # ids of each row at the last round, and its draft
 
     def _retokenizers(self, run: Run, model: PreTrainedModel) -> list[Retokenizer] | None:
         settings = run.settings
-        sizes = [m.config.get_text_config(decoder=True).vocab_size for m in (run.target, model)]
+        sizes = run.vocab_size, output_vocab_size(model)
         tokenizers = settings.tokenizer, settings.assistant_tokenizer
         if None not in tokenizers:
-            return None if same_tokenizer(*tokenizers) else [Retokenizer(*tokenizers) for _ in run.rows]
+            if same_tokenizer(*tokenizers):
+                return None
+            first = Retokenizer(*tokenizers)
+            return [first, *(first.for_another_row() for _ in run.rows[1:])]
         if abs(sizes[0] - sizes[1]) >= VOCABULARY_PADDING:
             raise ValueError(
                 f"the target {type(run.target).__name__} has a vocabulary of {sizes[0]} tokens, the drafter "
@@ -68,21 +71,23 @@ class DraftModel(CandidateGenerator):
         return None
 
     def max_draft_tokens(self, run: Run) -> int | None:
-        table = getattr(self.drafter.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        longest = max(self.drafter.lengths if self.retokenizers else map(len, run.tokens))
-        return None if table is None else max(0, table - longest + 1)
+        return None if self.retokenizers else self._room(max(map(len, run.tokens)))
+
+    def _room(self, num_tokens: int) -> float:
+        """Draft tokens that the drafter's position table allows after a row of `num_tokens`."""
+        config = self.drafter.model.config.get_text_config(decoder=True)
+        return max(0, getattr(config, "max_position_embeddings", math.inf) - num_tokens + 1)
 
     def propose(self, run: Run, num_draft_tokens: int) -> CandidateTree | None:
         if self.retokenizers is not None:
             return self._propose_text(run, num_draft_tokens)
-        vocab_size = run.target.config.get_text_config(decoder=True).vocab_size
         threshold = run.settings.assistant_confidence_threshold
         tokens, probs = [], []
         is_confident = None
         logits = self.drafter.catch_up(run.tokens, self.device)
         for depth in range(num_draft_tokens):
             # Padding of the drafter's vocabulary has no meaning in the target's.
-            scores = run.processors.draft(logits[:, :vocab_size].to(run.device))
+            scores = run.processors.draft(logits[:, : run.vocab_size].to(run.device))
             token, prob = run.choice.draft(scores, run, depth)
             tokens.append(token if is_confident is None else token.where(is_confident, NO_TOKEN))
             probs.append(prob)
@@ -102,9 +107,31 @@ class DraftModel(CandidateGenerator):
         self.drafter.lengths = [length + 1 for length in self.drafter.lengths]
         return logits
 
-    def _propose_text(self, run: Run, num_draft_tokens: int) -> CandidateTree:
+    def _propose_text(self, run: Run, num_draft_tokens: int) -> CandidateTree | None:
         """Drafts in the drafter's tokens, greedily, and translates: guesses like any other, the target chooses."""
-        raise NotImplementedError
+        rows = [retokenizer.to_drafter(tokens) for retokenizer, tokens in zip(self.retokenizers, run.tokens)]
+        num_tokens = min(num_draft_tokens, self._room(max(map(len, rows))))
+        if min(map(len, rows)) == 0 or num_tokens < 1:
+            return None
+        self.drafter.lengths = [self._num_known(place, row) for place, row in enumerate(rows)]
+        drafts = [self.drafter.catch_up(rows, self.device).argmax(-1)]
+        while len(drafts) < num_tokens:
+            drafts.append(self._read(drafts[-1]).argmax(-1))
+        drafts = torch.stack(drafts, dim=1).tolist()
+        self.drafter_rows = [(len(row), draft) for row, draft in zip(rows, drafts)]
+        translated = (r.to_target(*both)[:num_draft_tokens] for r, *both in zip(self.retokenizers, run.tokens, drafts))
+        return CandidateTree.from_lists(list(translated), run.device)
+
+    def _num_known(self, place: int, row: list[int]) -> int:
+        """How many of a row's ids, from the start, the drafter has read already, the last one never counted."""
+        if not self.drafter_rows:
+            return 0
+        (before, draft), unchanged = self.drafter_rows[place], self.retokenizers[place].num_unchanged
+        if unchanged == before:
+            # The last draft token was never read.
+            agree = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(draft[:-1], row[before:]))
+            unchanged += sum(1 for _ in agree)
+        return min(unchanged, len(row) - 1)
 
     def update(self, run: Run) -> None:
         if self.retokenizers is None:
@@ -118,3 +145,4 @@ class DraftModel(CandidateGenerator):
         self.drafter.keep_rows(rows)
         if self.retokenizers is not None:
             self.retokenizers = [self.retokenizers[row] for row in rows]
+            self.drafter_rows = [self.drafter_rows[row] for row in rows if self.drafter_rows]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -26,14 +27,16 @@ def decode(
     """Emits tokens into `run` until every row has stopped."""
     run.generator.begin(run)
     length = DraftLength(*run.settings.draft_length(run.generator))
-    tree: CandidateTree | None = None
+    with run.stopwatch.measure("drafter"):
+        tree = draft(run, length.next()) if target.drafts_with_prompt(run, model_kwargs, record) else None
+        tree = tree if tree is not None and tree.is_chain else None
     with run.stopwatch.measure("target"):
-        outputs = target.prefill(input_ids, model_kwargs, run)
+        outputs = target.prefill(input_ids, model_kwargs, run, tree)
     while True:
         record.outputs = outputs
-        logits = outputs.logits[:, -1:] if run.statistics.num_target_passes == 0 else outputs.logits
-        verdict = verify(run, tree, logits, record)
-        run.note(verdict, length, logits.shape[1])
+        num_block = 1 if tree is None else 1 + tree.num_nodes
+        verdict = verify(run, tree, outputs.logits[:, -num_block:], record)
+        run.note(verdict, length, num_block)
         target.commit(run, outputs, verdict.paths)
         run.stream(streamer)
         if run.is_over:
@@ -49,7 +52,7 @@ def decode(
 def draft(run: Run, num_draft_tokens: int) -> CandidateTree | None:
     """Asks the generator for as many tokens as are still of use; `None` if it has no guess."""
     limit = run.generator.max_draft_tokens(run)
-    num_draft_tokens = min(num_draft_tokens, run.num_wanted - 1, num_draft_tokens if limit is None else limit)
+    num_draft_tokens = min(num_draft_tokens, run.num_wanted - 1, math.inf if limit is None else limit)
     tree = run.generator.propose(run, num_draft_tokens) if num_draft_tokens > 0 else None
     if tree is None or tree.num_nodes == 0:
         return None

@@ -13,7 +13,7 @@ from .tree import CandidateTree
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedConfig
 
     from .run import Run
 
@@ -65,7 +65,7 @@ class PromptLookup(CandidateGenerator):
         longest = self.max_ngram_size if asked is None else asked
         shortest = self.min_ngram_size or (2 if run.device.type == "cpu" else 1)
         self._placeholders = placeholder_token_ids(run.target.config)
-        self._vocab_size = output_vocab_size(run.target)
+        self._vocab_size = run.vocab_size
         self._indexes: list[NgramIndex] = []
         for row, tokens in enumerate(run.tokens):
             if row > 0 and tokens == run.tokens[row - 1]:  # several sequences for one prompt
@@ -151,12 +151,6 @@ def placeholder_token_ids(config: PreTrainedConfig | dict[str, Any]) -> set[int]
                 token for token in (value if isinstance(value, list | tuple) else [value]) if token is not None
             )
     return found
-
-
-def output_vocab_size(model: PreTrainedModel) -> int:
-    """Number of scores that the model's head gives; ids from there on it cannot emit."""
-    size = getattr(model.get_output_embeddings(), "out_features", None)
-    return model.config.get_text_config().vocab_size if size is None else size
 
 
 def _check_positive(name: str, value: int) -> None:

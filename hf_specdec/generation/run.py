@@ -59,6 +59,7 @@ class Run:
         choice: greedy, shared noise or rejection; ranks a drafter's logits.
         processors: `processors.draft(logits)` gives a drafter's scores.
         settings: what the user asked of the drafter.
+        vocab_size (`int`): number of the target's logits.
         max_new_tokens (`int`): the most tokens a row may emit.
     """
 
@@ -75,6 +76,7 @@ class Run:
     ) -> None:
         self.target = target
         self.exit_stack = exit_stack
+        self.vocab_size = output_vocab_size(target)
         self.device = input_ids.device
         self.settings = settings
         self.stopping_criteria = stopping_criteria
@@ -113,7 +115,7 @@ class Run:
             raise ValueError(f'`assistant_sampling` got {rule!r}; it takes "shared_noise" (default) or "rejection".')
         if not do_sample:
             return Greedy()
-        return SharedNoise(self.num_rows, self.device) if rule == "shared_noise" else Rejection()
+        return SharedNoise(self.num_rows, self.device, self.vocab_size) if rule == "shared_noise" else Rejection()
 
     @property
     def tokens(self) -> list[list[int]]:
@@ -224,3 +226,9 @@ class Run:
     def output_ids(self) -> torch.LongTensor:
         """`generate`'s result `(B_all, prompt + steps)`."""
         return self.sequences[:, : self.num_columns + self.num_steps].clone()
+
+
+def output_vocab_size(model: PreTrainedModel) -> int:
+    """Number of scores that the model's head gives; ids from there on it cannot emit."""
+    size = getattr(model.get_output_embeddings(), "out_features", None)
+    return model.config.get_text_config().vocab_size if size is None else size

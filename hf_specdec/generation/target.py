@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 
 from .cache import GROWTH_ROOM, check_source
 from .cached_model import CachedModel
 from .tree import CandidateTree
 
 if TYPE_CHECKING:
+    from .record import Record
     from .run import Run
 
 # What a pass gets from the loop itself, or only needs during the prefill.
@@ -44,27 +46,58 @@ class Target(CachedModel):
             self.require_mask()
         self.generation_config = generation_config
 
-    def prefill(self, input_ids: torch.LongTensor, model_kwargs: dict[str, Any], run: Run) -> Any:
+    def drafts_with_prompt(self, run: Run, model_kwargs: dict[str, Any], record: Record) -> bool:
+        """Whether the prefill can verify a first draft, which saves a pass.
+
+        Not where the prompt is no plain sequence of ids, where a cache could not forget a rejected draft, or where the
+        caller or the generator wants to see more of the prefill than its logits.
+        """
+        cache = model_kwargs.get("past_key_values")
+        return (
+            model_kwargs.get("inputs_embeds") is None
+            and all(run.tokens)
+            and self.generation_config.prefill_chunk_size is None
+            and cache is not None
+            and cache.get_seq_length() == 0
+            and all(type(layer) is DynamicLayer for layer in cache.layers)
+            and record.hidden_states is None
+            and record.attentions is None
+            and not run.generator.hidden_state_layers
+        )
+
+    def prefill(
+        self, input_ids: torch.LongTensor, model_kwargs: dict[str, Any], run: Run, tree: CandidateTree | None
+    ) -> Any:
         """Reads the prompt with `generate`'s own code, then takes its cache over.
 
-        Whatever the prompt is (ids, embeddings, soft prompts, a cache from an earlier turn, chunks), it is read
-        exactly as plain `generate` reads it.
+        Whatever the prompt is (ids, embeddings, soft prompts, a cache from an earlier turn, chunks), it is read exactly
+        as plain `generate` reads it; a first draft (a chain) goes behind it.
         """
+        prompt_ids, prompt_kwargs = input_ids, model_kwargs
+        num_drafts = 0
+        if tree is not None:
+            num_drafts = tree.num_nodes
+            input_ids = torch.cat([input_ids, tree.tokens.clamp(min=0)], dim=1)
+            model_kwargs = self.model._update_model_kwargs_for_generation(
+                {}, dict(model_kwargs), num_new_tokens=num_drafts
+            )
+            if "logits_to_keep" in model_kwargs:
+                model_kwargs["logits_to_keep"] += num_drafts
         layers = run.generator.hidden_state_layers
         if layers and not model_kwargs.get("output_hidden_states"):
             model_kwargs = {**model_kwargs, "output_hidden_states": list(layers)}
         outputs = self.model._prefill(input_ids, self.generation_config, model_kwargs)
-        source = outputs.get("past_key_values")
-        check_source(source, type(self.model).__name__)
-        self.source = source
-        self.num_columns = source.get_seq_length()  # may exceed the prompt: soft prompts
-        mask = model_kwargs.get("attention_mask")
-        self.columns = self._columns(mask, input_ids.shape[0])
-        self.lengths = [len(columns) for columns in self.columns]
-        needed = max(self.lengths) + run.max_new_tokens
-        self.cache.capacity = min(needed, max(self.lengths) + GROWTH_ROOM)
-        self.cache.load(source, self.columns)
-        self._learn_inputs(input_ids, outputs, model_kwargs, run)
+        self.source = outputs.get("past_key_values")
+        check_source(self.source, type(self.model).__name__)
+        self.num_columns = self.source.get_seq_length() - num_drafts  # may exceed the prompt: soft prompts
+        self.columns = self._columns(prompt_kwargs.get("attention_mask"), len(input_ids))
+        drafted = torch.arange(self.num_columns, self.num_columns + num_drafts)
+        # The prefill's block is a prompt's last token and the drafts, as a later one is the last emitted token and them.
+        self.lengths = [len(columns) - 1 for columns in self.columns]
+        longest = max(map(len, self.columns)) + num_drafts
+        self.cache.capacity = longest + min(run.max_new_tokens, GROWTH_ROOM)
+        self.cache.load(self.source, [torch.cat([columns, drafted]) for columns in self.columns])
+        self._learn_inputs(prompt_ids, outputs, prompt_kwargs, run)
         # Plain `generate` switches the experts of MoE models here as well.
         run.exit_stack.enter_context(self.model._optimize_model_for_decode())
         return outputs
@@ -99,8 +132,8 @@ class Target(CachedModel):
             )
         if positions is None:
             positions = torch.full((1, 1), self.num_columns)
-        positions = positions[:, -1].expand(len(self.lengths)).tolist()
-        self.position_shift = [position - length for position, length in zip(positions, self.lengths)]
+        positions = positions[:, -1].expand(len(self.columns)).tolist()
+        self.position_shift = [position - len(columns) for position, columns in zip(positions, self.columns)]
         self.last_positions = [position + run.max_new_tokens - 1 for position in positions]
 
     def verify(self, run: Run, tree: CandidateTree | None) -> Any:
@@ -121,8 +154,6 @@ class Target(CachedModel):
         is_prefill = run.statistics.num_target_passes == 1
         if run.generator.hidden_state_layers:
             self._gather_hidden_states(run, outputs, None if is_prefill else paths)
-        if is_prefill:
-            return
         kept = [path or [] for path in paths]
         num_moved = max(map(len, kept))
         if any(path != list(range(len(path))) for path in kept):

@@ -13,9 +13,9 @@ from hf_specdec.generation.prompt_lookup import (
     NgramIndex,
     PromptLookup,
     continuation,
-    output_vocab_size,
     placeholder_token_ids,
 )
+from hf_specdec.generation.run import output_vocab_size
 
 
 def fake_run(*rows, vocab_size=1000, config=None, max_matching_ngram_size=None, device="cpu"):
@@ -23,7 +23,9 @@ def fake_run(*rows, vocab_size=1000, config=None, max_matching_ngram_size=None, 
         config=config or SimpleNamespace(), get_output_embeddings=lambda: nn.Linear(1, vocab_size, bias=False)
     )
     settings = SimpleNamespace(max_matching_ngram_size=max_matching_ngram_size)
-    return SimpleNamespace(tokens=list(rows), device=torch.device(device), target=target, settings=settings)
+    return SimpleNamespace(
+        tokens=list(rows), device=torch.device(device), target=target, settings=settings, vocab_size=vocab_size
+    )
 
 
 def drafts(lookup, run, num_draft_tokens=4):
