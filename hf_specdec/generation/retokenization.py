@@ -58,6 +58,7 @@ class _Codec:
         mark_ids (`dict[str, int]`): the same by string.
         special_ids (`frozenset[int]`): the ids that must never come from text.
         start_ids (`list[int]`): what it puts before a text by itself, often `[bos]`.
+        separator_ids (`list[int]`): what parts two documents: the same, or one token that is both BOS and EOS.
         restarts (`bool`): True if it treats text after a mark like the beginning of a text (a prefix space, say).
     """
 
@@ -76,6 +77,8 @@ class _Codec:
         whole = tokenizer.encode("a")
         begins = [i for i in range(len(whole)) if whole[i : i + len(plain)] == plain]
         self.start_ids: list[int] = whole[: begins[0]] if begins and plain else []
+        eos, bos = tokenizer.eos_token_id, tokenizer.bos_token_id
+        self.separator_ids: list[int] = self.start_ids or ([eos] if eos is not None and eos == bos else [])
         after_marks = [
             ids[1:]
             for i in sorted(self.special_ids)
@@ -156,7 +159,8 @@ class Retokenizer:
     noticed by its last tokens and starts over; use [`~Retokenizer.for_another_row`] to keep rows apart.
 
     Added tokens (BOS, chat markers) become the drafter's added token of the same string, or its text where it has
-    none. What the target's tokenizer puts at the beginning becomes what the drafter's puts there, maybe nothing.
+    none. What the target's tokenizer puts at the beginning becomes what the drafter's puts there, maybe nothing, and what
+    parts two documents for the one becomes what parts them for the other.
 
     Args:
         target_tokenizer (`PreTrainedTokenizerBase`): tokenizer of the target.
@@ -236,7 +240,7 @@ class Retokenizer:
         Returns:
             `list[int]`: the draft in the target's ids, to be appended to `target_ids`; empty if nothing of the draft
             can be said in the target's ids. An incomplete character at the end is left out. Special ids are in it
-            only where the drafter drafted its own special token of the same string (or its EOS).
+            only where the drafter drafted its own special token of the same string (or of the same use: EOS, separator).
         """
         if len(target_ids) != self._num_target_ids or not self._is_known(target_ids):
             self.to_drafter(target_ids)
@@ -290,8 +294,8 @@ class Retokenizer:
             return
         if mark in drafter.mark_ids:
             ids = [drafter.mark_ids[mark]]
-        elif target_ids[i] in target.start_ids[:1]:
-            ids = self._drafter_separator()
+        elif target_ids[i] in target.separator_ids[:1]:
+            ids = drafter.separator_ids
         else:
             ids = []
         if not ids:
@@ -301,21 +305,17 @@ class Retokenizer:
         self._num_settled = len(self._ids)
         self._text, self._text_is_start = "", drafter.is_start(self._ids, len(self._ids))
 
-    def _drafter_separator(self) -> list[int]:
-        """What parts two documents for the drafter: its BOS where it sets one, or one token for both BOS and EOS."""
-        tokenizer = self._drafter.tokenizer
-        is_one_token = tokenizer.eos_token_id is not None and tokenizer.eos_token_id == tokenizer.bos_token_id
-        return self._drafter.start_ids or ([tokenizer.eos_token_id] if is_one_token else [])
-
     def _target_mark(self, draft_id: int) -> int | None:
-        """The target's id of an added token of the drafter; `None` if the id is none or the target has no such."""
-        mark = self._drafter.marks.get(draft_id)
+        """The target's id for an added token of the drafter; `None` if the id is none or the target has no such."""
+        target, drafter = self._target, self._drafter
+        mark = drafter.marks.get(draft_id)
         if mark is None:
             return None
-        if mark in self._target.mark_ids:
-            return self._target.mark_ids[mark]
-        is_eos = draft_id == self._drafter.tokenizer.eos_token_id
-        return self._target.tokenizer.eos_token_id if is_eos else None
+        if mark in target.mark_ids:
+            return target.mark_ids[mark]
+        if draft_id == drafter.tokenizer.eos_token_id:
+            return target.tokenizer.eos_token_id
+        return target.separator_ids[0] if draft_id in drafter.separator_ids[:1] and target.separator_ids else None
 
     def _settle(self) -> None:
         """Takes the beginning of the text out of what is encoded at every call, where the cut changes no id.
