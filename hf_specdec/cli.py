@@ -185,7 +185,7 @@ def generate(
 @app.command()
 def demo(
     model: ModelOption = SMOLLM2,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens for each answer.")] = 100,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens for each answer.")] = 80,
     quick: Annotated[bool, typer.Option("--quick", help="Two prompts and short answers.")] = False,
     device: DeviceOption = None,
     threads: Annotated[

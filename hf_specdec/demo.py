@@ -193,19 +193,18 @@ class Demo:
             answer = self.generate(prompt, row, streamer)
         self.answers[row].append(answer)
         plain, speculation = self.answers[PLAIN][-1], answer.speculation
-        numbers = f"{tokens_per_second([answer]):.1f} tokens per second"
+        speed = tokens_per_second([answer])
+        numbers = f"{speed:.1f} tokens per second"
+        # A block that ends the text may end with a draft: the streamer cannot tell, the statistics can.
+        is_drafted = None if speculation is None else speculation.drafted_mask[0]
         if speculation is not None:
-            # A block that ends the text may end with a draft; the statistics know.
-            is_drafted = speculation.drafted_mask[0]
-            numbers += (
-                f" ({tokens_per_second([answer]) / tokens_per_second([plain]):.2f}x), "
-                f"{speculation.mean_acceptance_length:.2f} tokens per pass, {sum(is_drafted)} of {len(is_drafted)} drafted"
-            )
+            numbers += f" ({speed / tokens_per_second([plain]):.2f}x)"
+            numbers += f", {speculation.mean_acceptance_length:.2f} tokens per pass"
+            numbers += f", {sum(is_drafted)} of {len(is_drafted)} drafted"
         self.console.print(Text(f"{row}: {numbers}", "bold"))
-        if speculation is None:
-            self.console.print(streamer.coloured())
-        elif answer.ids == plain.ids and not any(is_drafted):
-            self.console.print(Text("The same text, without any draft.", "dim"))
+        shows_drafts = self.console.color_system is not None and any(is_drafted or ())
+        if row != PLAIN and answer.ids == plain.ids and not shows_drafts:
+            self.console.print(Text("The same text.", "dim"))
         else:
             self.console.print(streamer.coloured(is_drafted))
         self.console.print()
@@ -240,7 +239,7 @@ def tokens_per_second(answers: list[Answer]) -> float:
 def run_demo(
     model: str,
     *,
-    max_new_tokens: int = 100,
+    max_new_tokens: int = 80,
     quick: bool = False,
     device: str | None = None,
     threads: int | None = None,
@@ -272,7 +271,8 @@ def run_demo(
             console=console,
         )
         demo.warm_up(choose_threads=threads is None)
-        console.print(Text("Tokens in this colour", ACCEPTED_STYLE) + Text(" were drafted, and the model agreed."))
+        if console.color_system is not None:
+            console.print(Text("Text in this colour", ACCEPTED_STYLE) + Text(" was drafted, and the model agreed."))
         for prompt in prompts:
             console.rule(f"[bold]{prompt.name}")
             console.print(Text(prompt.text, "dim"))

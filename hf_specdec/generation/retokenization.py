@@ -7,6 +7,7 @@ the tokenizers cut differently costs acceptance and never changes the output.
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 import weakref
 from typing import TYPE_CHECKING
@@ -69,8 +70,8 @@ class _Codec:
         self.marks = {i: tokenizer.convert_ids_to_tokens(i) for i in self.special_ids}
         self.marks |= {i: token.content for i, token in added.items()}
         self.mark_ids = {mark: i for i, mark in self.marks.items()}
-        special_marks = sorted((mark for i in self.special_ids if len(mark := self.marks[i]) > 1), key=len, reverse=True)
-        self._special_mark = re.compile("|".join(map(re.escape, special_marks)) or r"(?!)")
+        special_marks = [re.escape(mark) for i in self.special_ids if len(mark := self.marks[i]) > 1]
+        self._special_mark = re.compile("|".join(special_marks) or r"(?!)")
         self._anchors = {anchor: self._encode(anchor) for anchor in ("a", "\n", "\0")}
 
         plain = self._anchors["a"]
@@ -89,9 +90,9 @@ class _Codec:
     def _encode(self, text: str) -> list[int]:
         # A special string in the text stays text (real ones are known by their ids), so it is encoded in two halves:
         # `split_special_tokens=True` would do, but it changes the tokenizer for everybody else who uses it.
-        cuts = [0, *(match.start() + 1 for match in self._special_mark.finditer(text)), len(text)]
-        ids: list[int] = self.tokenizer.encode(text[: cuts[1]], add_special_tokens=False, verbose=False)
-        for begin, end in zip(cuts[1:], cuts[2:]):
+        cuts = [*(match.start() + 1 for match in self._special_mark.finditer(text)), len(text)]
+        ids: list[int] = self.tokenizer.encode(text[: cuts[0]], add_special_tokens=False, verbose=False)
+        for begin, end in itertools.pairwise(cuts):
             ids += self.encode(text[begin:end], is_start=False)
         return ids
 
@@ -159,8 +160,8 @@ class Retokenizer:
     noticed by its last tokens and starts over; use [`~Retokenizer.for_another_row`] to keep rows apart.
 
     Added tokens (BOS, chat markers) become the drafter's added token of the same string, or its text where it has
-    none. What the target's tokenizer puts at the beginning becomes what the drafter's puts there, maybe nothing, and what
-    parts two documents for the one becomes what parts them for the other.
+    none. What the target's tokenizer puts at the beginning becomes what the drafter's puts there, maybe nothing, and
+    what parts two documents for the one becomes what parts them for the other.
 
     Args:
         target_tokenizer (`PreTrainedTokenizerBase`): tokenizer of the target.
@@ -239,8 +240,9 @@ class Retokenizer:
 
         Returns:
             `list[int]`: the draft in the target's ids, to be appended to `target_ids`; empty if nothing of the draft
-            can be said in the target's ids. An incomplete character at the end is left out. Special ids are in it
-            only where the drafter drafted its own special token of the same string (or of the same use: EOS, separator).
+            can be said in the target's ids. An incomplete character at the end is left out, a word that may go on
+            is not: its last id is right more often than not. Special ids are in it only where the drafter drafted its
+            own special token of the same string (or of the same use: EOS, separator).
         """
         if len(target_ids) != self._num_target_ids or not self._is_known(target_ids):
             self.to_drafter(target_ids)
@@ -290,11 +292,14 @@ class Retokenizer:
         target, drafter = self._target, self._drafter
         mark = target.marks[target_ids[i]]
         is_leading = target_ids[: i + 1] == target.start_ids[: i + 1]
-        if is_leading and (drafter.start_ids or mark not in drafter.mark_ids):
+        is_separator = target_ids[i] in target.separator_ids[:1]
+        if drafter.start_ids and (is_leading or (is_separator and i == 0)):  # they are there already
             return
         if mark in drafter.mark_ids:
             ids = [drafter.mark_ids[mark]]
-        elif target_ids[i] in target.separator_ids[:1]:
+        elif is_leading:
+            return
+        elif is_separator:
             ids = drafter.separator_ids
         else:
             ids = []

@@ -146,6 +146,10 @@ class Run:
             return False
         return self.pads_finished or all(row.num_emitted >= self.num_steps for row in self.all_rows)
 
+    def ids_until(self, num_emitted: int) -> torch.LongTensor:
+        """`generate`'s ids `(B_all, prompt + num_emitted)` for a user's own objects; contiguous, as plain `generate`'s."""
+        return self.sequences[:, : self.num_columns + num_emitted].contiguous()
+
     def emit(self, rows: list[Row], tokens: list[int], drafted: list[bool]) -> None:
         """Appends one token to each of these rows (all live) and asks the stopping criteria."""
         for row, token, is_drafted in zip(rows, tokens, drafted):
@@ -154,7 +158,7 @@ class Run:
             row.num_emitted += 1
             row.drafted_mask.append(is_drafted)
         if self.is_lockstep:
-            ids = self.sequences[:, : self.num_columns + rows[0].num_emitted]
+            ids = self.ids_until(rows[0].num_emitted)
             done = self.stopping_criteria(ids, self.scores).tolist()
             is_done = [done[row.index] for row in rows]
         else:

@@ -101,7 +101,7 @@ def _column_scores(run: Run, rows: list[Row], logits: torch.Tensor) -> torch.Ten
     """Scores `(B_all, V)` of one step for a user's processors, which see the whole batch; finished rows hold zeros."""
     whole = logits.new_zeros(run.num_rows, logits.shape[-1])
     whole[[row.index for row in rows]] = logits
-    return run.processors.column(run.sequences[:, : run.num_columns + rows[0].num_emitted], whole)
+    return run.processors.column(run.ids_until(rows[0].num_emitted), whole)
 
 
 def _choose_column(run: Run, scores: torch.Tensor, tree: CandidateTree | None, depth: int) -> list[int]:

@@ -47,8 +47,8 @@ def test_same_text(target, drafter, same_text, choose, batch, method):
     output = same_text(target, inputs, **methods[method], **WAYS_TO_CHOOSE[choose])
     assert output.speculation.num_emitted == 40 * len(BATCHES[batch])
     if method == "always_right":
-        # 1 token of the prefill, then 6 a pass (5 drafts and the target's own): the last pass may want fewer.
-        assert output.speculation.num_target_passes == 1 + -(-39 // 6)
+        # 6 tokens a pass (5 drafts and the target's own), from the prefill on; the last pass may want fewer.
+        assert output.speculation.num_target_passes == -(-40 // 6)
     if method == "always_wrong":
         assert output.speculation.num_accepted == 0
 
