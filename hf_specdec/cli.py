@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import torch
 import transformers
 import typer
-from transformers import AutoTokenizer, BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+from transformers import (
+    AutoTokenizer,
+    BatchEncoding,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TextStreamer,
+)
 
 from . import __version__
 from .registry import METHODS
@@ -146,15 +153,14 @@ def generate(
     Examples:
       hf-specdec generate --model smollm2 --prompt "Name three rivers."
       hf-specdec generate --model smollm2 --assistant prompt_lookup --stats --prompt - < report.txt
-      hf-specdec generate --model Qwen/Qwen3-8B --assistant Qwen/Qwen3-0.6B --temperature 0.7 --prompt "..."
+      hf-specdec generate --model Qwen/Qwen3-8B --assistant Qwen/Qwen3-0.6B --prompt "..."
     """
     if assistant is None and (num_assistant_tokens is not None or assistant_sampling is not None):
         raise typer.BadParameter("--num-assistant-tokens and --assistant-sampling need --assistant.")
-    text = sys.stdin.read().rstrip("\n") if prompt == "-" else prompt
+    with _one_line_errors(debug):
+        text = sys.stdin.read().rstrip("\n") if prompt == "-" else prompt
     if not text.strip():
         raise typer.BadParameter("the prompt is empty.", param_hint="'--prompt'")
-    if seed is not None:
-        torch.manual_seed(seed)
     options: dict[str, Any] = {"temperature": temperature or None, "top_p": top_p, "top_k": top_k}
     options = {name: value for name, value in options.items() if value is not None}
     options["do_sample"] = bool(options) and temperature != 0
@@ -165,13 +171,16 @@ def generate(
         options["assistant_sampling"] = assistant_sampling.value
 
     with _one_line_errors(debug):
-        _use_threads(threads)
+        if threads is not None:
+            torch.set_num_threads(threads)
         target, tokenizer = load_model_and_tokenizer(model, device=device, dtype=dtype and dtype.value)
         inputs = encode_prompt(target, tokenizer, text, chat)
         if assistant is not None:
             options |= load_assistant(assistant, tokenizer)
         if stream:
             options["streamer"] = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        if seed is not None:
+            torch.manual_seed(seed)
         start = time.perf_counter()
         outputs = target.generate(**inputs, **options)
         seconds = time.perf_counter() - start
@@ -226,10 +235,18 @@ def encode_prompt(
 
 
 def load_assistant(name: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """The keywords of `generate` that make `name` draft; with both tokenizers where their vocabularies differ."""
+    """The keywords of `generate` that make `name` draft; with both tokenizers where their vocabularies differ.
+
+    Raises:
+        OSError: if there is no such drafter.
+    """
     if name in METHODS:
         return {"assistant": name}
     source = resolve_name(name)
+    try:
+        PreTrainedConfig.get_config_dict(source)
+    except OSError as error:
+        raise OSError(f"the assistant '{name}' cannot be loaded: {error}") from error
     try:
         assistant_tokenizer = AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError):  # a drafter without a tokenizer of its own reads the target's ids
@@ -253,11 +270,6 @@ def format_statistics(num_tokens: int, seconds: float, speculation: SpeculationS
             f"drafter {speculation.drafter_seconds / total:.1%}, other {speculation.other_seconds / total:.1%}",
         ]
     return "\n".join(lines)
-
-
-def _use_threads(threads: int | None) -> None:
-    if threads is not None:
-        torch.set_num_threads(threads)
 
 
 @contextmanager

@@ -35,7 +35,7 @@ def _with_assistant(generate):
 
 
 def _with_streamer(extract):
-    """transformers (5.18) hands a `custom_generate` callable neither the streamer nor the tokenizers; ours gets them."""
+    """transformers (5.18) hands a `custom_generate` callable neither streamer nor tokenizers; ours gets them."""
 
     @functools.wraps(extract)
     def wrapper(self, custom_generate, kwargs, synced_gpus, assistant_model, streamer):

@@ -88,8 +88,19 @@ def smollm2_folder() -> Path:
 
 
 def resolve_name(name: str) -> str:
-    """`"smollm2"` -> the folder of that model (built if missing); any other Hub id or folder as it is."""
-    return str(smollm2_folder()) if name == SMOLLM2 else name
+    """`"smollm2"` -> the folder of that model (built if missing); any other Hub id or folder as it is.
+
+    Raises:
+        FileNotFoundError: if `name` is written as a path and no folder is there.
+    """
+    if name == SMOLLM2:
+        return str(smollm2_folder())
+    if name.startswith((".", "/", "~")):
+        folder = Path(name).expanduser()
+        if not folder.is_dir():
+            raise FileNotFoundError(f"there is no folder '{name}'")
+        return str(folder)
+    return name
 
 
 def load_model_and_tokenizer(
@@ -99,24 +110,27 @@ def load_model_and_tokenizer(
 
     Args:
         name (`str`): `"smollm2"`, a Hub id or a local folder.
-        device (`str` or `torch.device`, *optional*): where the model goes; `"auto"` spreads it over what there is
-            (needs accelerate). `None` takes the accelerator if there is one, else the CPU.
+        device (`str` or `torch.device`, *optional*): where the model goes; `"auto"` spreads it over what there is.
+            `None` takes the accelerator if there is one, else the CPU.
         dtype (`str` or `torch.dtype`, *optional*): e.g. `"float32"`. `None` keeps the dtype of the checkpoint, which is
             float32 for `"smollm2"`.
 
     Raises:
-        OSError: if there is no such model (transformers' own message).
+        OSError: if there is no such model, or it has no safetensors.
         ModuleNotFoundError: if `"smollm2"` is asked for and a package is missing.
     """
     source = resolve_name(name)
-    tokenizer = AutoTokenizer.from_pretrained(source)
     options = {"dtype": "auto" if dtype is None else dtype, "use_safetensors": True}
     if str(device) == "auto":
-        return AutoModelForCausalLM.from_pretrained(source, device_map="auto", **options).eval(), tokenizer
-    if device is None:
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        device = accelerator or torch.device("cpu")
-    return AutoModelForCausalLM.from_pretrained(source, **options).to(device).eval(), tokenizer
+        options["device_map"] = "auto"
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        model = AutoModelForCausalLM.from_pretrained(source, **options)
+    except OSError as error:
+        raise OSError(f"the model '{name}' cannot be loaded: {error}") from error
+    if str(device) != "auto":
+        model = model.to(device or torch.accelerator.current_accelerator(check_available=True) or "cpu")
+    return model.eval(), tokenizer
 
 
 def early_layers_copy(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:

@@ -41,8 +41,8 @@ def as_candidate_generator(assistant: Any, run: Run) -> CandidateGenerator:
     if isinstance(assistant, nn.Module) and hasattr(assistant, "generate"):
         return DraftModel(assistant)
     raise ValueError(
-        f"`assistant` got a {type(assistant).__name__}; it takes a causal language model, a Hub id or local folder, one of "
-        f"{', '.join(map(repr, METHODS))}, or a CandidateGenerator."
+        f"`assistant` got a {type(assistant).__name__}; it takes a causal language model, a Hub id or local folder, "
+        f"one of {', '.join(map(repr, METHODS))}, or a CandidateGenerator."
     )
 
 

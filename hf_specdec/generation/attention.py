@@ -9,6 +9,7 @@ import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import ModuleType
 
 import torch
 from transformers import PreTrainedModel
@@ -19,7 +20,8 @@ from .tree import CandidateTree
 
 logger = logging.get_logger(__name__)
 
-MASK_BUILDERS = ("create_causal_mask", "create_sliding_window_causal_mask", "create_chunked_causal_mask")
+WINDOW_BUILDERS = ("create_sliding_window_causal_mask", "create_chunked_causal_mask", "create_masks_for_generate")
+MASK_BUILDERS = ("create_causal_mask", *WINDOW_BUILDERS)
 EXPLICIT_MASK_IMPLEMENTATIONS = ("sdpa", "eager")
 
 
@@ -38,17 +40,49 @@ def why_no_explicit_mask(model: PreTrainedModel) -> str | None:
     """Why this model cannot be given a 4D mask and position ids, or `None` if it can."""
     name = type(model).__name__
     config = model.config.get_text_config(decoder=True)
-    module = sys.modules[type(model.get_decoder()).__module__]
-    if getattr(config, "alibi", False) or hasattr(module, "build_alibi_tensor") and not hasattr(config, "alibi"):
+    module = decoder_module(model)
+    if getattr(config, "alibi", False) or (hasattr(module, "build_alibi_tensor") and not hasattr(config, "alibi")):
         return f"{name} computes ALiBi biases from a 2D mask"
     if "position_ids" not in inspect.signature(model.forward).parameters:
         return f"{name} takes no position_ids"
     if not any(hasattr(module, builder) for builder in MASK_BUILDERS):
         return f"{name} does not build its masks with transformers.masking_utils"
+    if any(is_window_table(buffer) for buffer in model.buffers()):
+        return f"{name} applies its attention window by the place of a token in the cache"
     unknown = [kind for kind, size in attention_kinds(model).items() if size == -1]
     if unknown:
         return f"{name} has layers of kind {', '.join(unknown)}"
     return None
+
+
+def why_not_own_mask(model: PreTrainedModel) -> str | None:
+    """Why several tokens in one pass would see more than one by one if the model makes its own mask, or `None`.
+
+    The tokens of a chain in a level batch usually see the same either way, and then need no explicit mask.
+    """
+    config = model.config.get_text_config(decoder=True)
+    both_ways = getattr(config, "use_bidirectional_attention", None) in (True, "all")
+    if both_ways or getattr(config, "is_causal", True) is False:
+        return "attends in both directions"
+    has_window = any(size not in (None, -1) for size in attention_kinds(model).values())
+    module = decoder_module(model)
+    if has_window and not any(hasattr(module, builder) for builder in WINDOW_BUILDERS):
+        return "limits its attention window by what the cache forgets"
+    return None
+
+
+def decoder_module(model: PreTrainedModel) -> ModuleType:
+    """The Python module that defines the model's decoder, and with it how masks are made."""
+    decoder = model.get_decoder()
+    return sys.modules[type(decoder if isinstance(decoder, PreTrainedModel) else model).__module__]
+
+
+def is_window_table(buffer: torch.Tensor) -> bool:
+    """Whether a buffer is a causal mask by slots whose last query does not see the first key."""
+    is_mask = (
+        buffer.ndim == 4 and buffer.dtype in (torch.bool, torch.uint8) and buffer.shape[-1] == buffer.shape[-2] > 1
+    )
+    return is_mask and buffer.device.type != "meta" and not buffer[0, 0, -1, 0]
 
 
 def explicit_mask(

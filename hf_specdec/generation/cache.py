@@ -1,8 +1,8 @@
 """The ragged KV cache: every row of a batch has its own length.
 
 Shapes: B rows, H key/value heads, T new tokens, D head dimension, `capacity` slots. Row b's cached tokens lie in slots
-0 .. length_b - 1, without holes. The loop owns the lengths; the cache only writes where it was told to. A rejected draft
-is simply overwritten by the next pass, so rolling back costs nothing.
+0 .. length_b - 1, without holes. The loop owns the lengths; the cache only writes where it was told to. A rejected
+draft is simply overwritten by the next pass, so rolling back costs nothing.
 """
 
 from __future__ import annotations
@@ -130,13 +130,12 @@ class RaggedCache(Cache):
             columns: for each row the columns of `source` that hold its tokens, in order; row b's i-th goes to slot i.
                 A sliding layer has forgotten the first ones: their slots stay zero, no later query attends to them.
         """
-        for index, layer in enumerate(source.layers):
+        for layer in source.layers:
             mine = RaggedLayer(self)
             self.layers.append(mine)
             if not layer.is_initialized:
                 continue
-            num_rows, num_heads, num_kept, _ = layer.keys.shape
-            first = layer.get_seq_length() - num_kept  # columns that the layer no longer has
+            first = layer.get_seq_length() - layer.keys.shape[2]  # columns that the layer no longer has
             mine.lazy_initialization(layer.keys, layer.values)
             for row, cols in enumerate(columns):
                 kept = cols[cols >= first]

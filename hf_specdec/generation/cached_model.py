@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from .attention import explicit_mask, masked_attention, why_no_explicit_mask
+from .attention import explicit_mask, masked_attention, why_no_explicit_mask, why_not_own_mask
 from .cache import RaggedCache, WritePlan
 from .tree import NO_TOKEN, CandidateTree
 
@@ -41,6 +41,8 @@ class CachedModel:
         parameters = inspect.signature(model.forward).parameters
         self.takes_positions = "position_ids" in parameters
         self.takes_logits_to_keep = "logits_to_keep" in parameters
+        self.no_mask_reason = why_no_explicit_mask(model)
+        self.needs_mask_reason = why_not_own_mask(model)
         self._is_masked = False
 
     def __call__(self, tokens: torch.LongTensor, tree: CandidateTree | None = None, **inputs: Any) -> Any:
@@ -56,7 +58,7 @@ class CachedModel:
         plan = WritePlan(self.lengths, tokens.shape[1])
         self.cache.prepare(plan)
         is_chain = tree is None or tree.is_chain
-        if not (is_chain and plan.is_uniform):  # else transformers' own causal mask says the same
+        if self.needs_mask_reason or not (is_chain and plan.is_uniform):  # else the model's own mask says the same
             self.require_mask(is_chain)
             inputs["attention_mask"] = explicit_mask(self.model, plan, None if is_chain else tree, tokens.device)
         if self.takes_positions:
@@ -86,9 +88,11 @@ class CachedModel:
         """Raises `ValueError` if the model takes no explicit mask; switches its attention for this call if need be."""
         if self._is_masked:
             return
-        if reason := why_no_explicit_mask(self.model):
+        if self.no_mask_reason:
             need, fix = ("A batch", "one row at a time") if is_chain else ("A draft tree", "with a chain drafter")
-            raise ValueError(f"{need} needs an explicit attention mask, but {reason}. Generate {fix}.")
+            if self.needs_mask_reason:
+                need, fix = f"A model that {self.needs_mask_reason}", "without `assistant=`"
+            raise ValueError(f"{need} needs an explicit attention mask, but {self.no_mask_reason}. Generate {fix}.")
         self.exit_stack.enter_context(masked_attention(self.model))
         self._is_masked = True
 
@@ -106,7 +110,9 @@ class CachedModel:
         self.lengths = [len(row) for row in rows]
         if logits.shape[1] == len(kept):
             last = [kept.index(index) for index in last]
-        return logits[:, -1] if len(set(last)) == 1 and last[0] == logits.shape[1] - 1 else logits[range(len(last)), last]
+        return (
+            logits[:, -1] if len(set(last)) == 1 and last[0] == logits.shape[1] - 1 else logits[range(len(last)), last]
+        )
 
     def keep_rows(self, rows: list[int]) -> None:
         """Keeps only these rows of the batch."""

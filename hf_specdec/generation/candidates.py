@@ -30,7 +30,7 @@ class CandidateGenerator(ABC):
         hidden_state_layers (`tuple[int, ...]`): layers of the target whose outputs `run.hidden_states` shall hold;
             index l is the output of decoder layer l, counted from zero.
         default_num_draft_tokens (`int`): draft length when the user names none.
-        length_settings (`tuple[str, ...]`): arguments of `generate` that set the draft length, the first one given wins.
+        length_settings (`tuple[str, ...]`): arguments of `generate` that set the draft length; the first given wins.
     """
 
     hidden_state_layers: tuple[int, ...] = ()

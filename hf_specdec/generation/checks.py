@@ -17,7 +17,7 @@ def check_call(
     """Raises `ValueError` for what the decoding loop does not support."""
     name = type(model).__name__
     if assistant is None:
-        raise ValueError("`assistant` is missing: give a draft model, a string such as 'prompt_lookup', or a generator.")
+        raise ValueError("`assistant` is missing: give a draft model, a name such as 'prompt_lookup', or a generator.")
     check_decoder_only(model, "target")
     if generation_config.num_beams not in (None, 1):
         raise ValueError(
@@ -33,8 +33,8 @@ def check_call(
     implementation = generation_config.cache_implementation
     if implementation not in (None, "dynamic", "dynamic_full"):
         raise ValueError(
-            f"`cache_implementation` is {implementation!r}; speculative decoding preallocates a cache of its own. Leave "
-            "it out, or leave out `assistant`."
+            f"`cache_implementation` is {implementation!r}; speculative decoding preallocates a cache of its own. "
+            "Leave it out, or leave out `assistant`."
         )
     if cache is not None and type(cache) is not DynamicCache:
         raise ValueError(
@@ -43,7 +43,7 @@ def check_call(
         )
     if synced_gpus:
         raise ValueError(
-            "`synced_gpus` (FSDP, DeepSpeed ZeRO-3) is not supported, since ranks would need different numbers of passes. "
+            "`synced_gpus` (FSDP, DeepSpeed ZeRO-3) is not supported: ranks would need different numbers of passes. "
             f"Gather {name}'s parameters before generating, or leave out `assistant`."
         )
 
@@ -52,7 +52,9 @@ def check_decoder_only(model: PreTrainedModel, role: str) -> None:
     """Raises `ValueError` unless the model is a decoder whose state is keys and values."""
     name = type(model).__name__
     if model.config.is_encoder_decoder:
-        raise ValueError(f"the {role} {name} is an encoder-decoder model; only decoder-only models are supported so far.")
+        raise ValueError(
+            f"the {role} {name} is an encoder-decoder model; only decoder-only models are supported so far."
+        )
     if getattr(model, "_is_stateful", False) or not model._supports_default_dynamic_cache():
         raise ValueError(
             f"the {role} {name} keeps a recurrent or other state that cannot be rolled back when a draft is rejected; "

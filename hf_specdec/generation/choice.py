@@ -111,13 +111,15 @@ class SharedNoise(Greedy):
             self.states, self.draws = self.states[:1], OrderedDict()
         if tree is None:
             return self.rank(scores, run, 0).argmax(-1)
-        depths, _ = tree.visibility()
-        num_block = scores.shape[1]
-        max_depth = num_block - 1 if tree.is_chain else int(depths.max())
+        max_depth = min(tree.depth, scores.shape[1] - 1)
         noise = torch.stack(
-            [torch.stack([self.noise(row.num_emitted + d)[row.index] for d in range(max_depth + 1)]) for row in run.rows]
+            [
+                torch.stack([self.noise(row.num_emitted + d)[row.index] for d in range(max_depth + 1)])
+                for row in run.rows
+            ]
         )
         if not tree.is_chain:
+            depths, _ = tree.visibility()
             noise = noise.gather(1, depths[..., None].expand(len(noise), -1, self.vocab_size))
         return (scores.softmax(-1) / noise).argmax(-1)
 
@@ -138,8 +140,8 @@ class Rejection(Greedy):
     """Speculative sampling: keeps a draft x with probability min(1, target(x) / draft(x)), else draws from the residual
     max(0, target - draft). Chains only; the distribution of plain sampling, not its text seed for seed.
 
-    A rejected x has target(x) < draft(x), so the residual never gives x again: "kept" and "chosen token equals the draft"
-    are the same, and the walk down the tree needs to know nothing of this rule.
+    A rejected x has target(x) < draft(x), so the residual never gives x again: "kept" and "the chosen token equals the
+    draft" are the same, and the walk down the tree needs to know nothing of this rule.
     Source: Leviathan et al. 2211.17192, Algorithm 1; Chen et al. 2302.01318, Algorithm 2.
     """
 

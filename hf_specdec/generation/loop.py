@@ -58,12 +58,12 @@ def draft(run: Run, num_draft_tokens: int) -> CandidateTree | None:
         return None
     if len(tree.tokens) != len(run.rows):
         raise ValueError(
-            f"`propose` of {type(run.generator).__name__} returned {len(tree.tokens)} rows for the {len(run.rows)} rows "
-            "of `run.tokens`; return one row for each, filled with -1 where there is no draft."
+            f"`propose` of {type(run.generator).__name__} returned {len(tree.tokens)} rows for the {len(run.rows)} "
+            "rows of `run.tokens`; return one row for each, filled with -1 where there is no draft."
         )
     if not (tree.is_chain or run.choice.takes_trees):
         raise ValueError(
             '`assistant_sampling="rejection"` is defined for chains of draft tokens, but '
-            f"{type(run.generator).__name__} proposed a tree. Use the default, \"shared_noise\"."
+            f'{type(run.generator).__name__} proposed a tree. Use the default, "shared_noise".'
         )
     return tree

@@ -96,7 +96,7 @@ def contexts(run: Run, tree: CandidateTree | None) -> tuple[torch.LongTensor, to
     """What `generate`'s ids would be at every token of the block.
 
     Returns:
-        ids (`torch.LongTensor` of shape `(B, M, L_max)`): prompt, emitted tokens, then the drafts on the way to the node.
+        ids (`torch.LongTensor` of shape `(B, M, L_max)`): prompt, emitted tokens, drafts on the way to the node.
         lengths (`torch.LongTensor` of shape `(B, M)`, on the CPU): how many columns of it are real.
     """
     starts = torch.tensor([run.num_columns + row.num_emitted for row in run.rows])
@@ -105,14 +105,16 @@ def contexts(run: Run, tree: CandidateTree | None) -> tuple[torch.LongTensor, to
         return run.sequences[index, None, : int(starts.max())], starts[:, None]
     depths, _ = tree.visibility()
     depths = depths.expand(len(starts), -1)
-    lengths = starts[:, None] + depths.cpu()
+    # Known without a read for a chain, so that the host does not wait.
+    lengths = starts[:, None] + (torch.arange(tree.num_nodes + 1) if tree.is_chain else depths.cpu())
     ids = run.sequences[index, : int(lengths.max())]
     ids = torch.nn.functional.pad(ids, (0, int(lengths.max()) - ids.shape[1]))  # drafts may overshoot the last column
     ids = ids[:, None].repeat(1, depths.shape[1], 1)
-    block_parents = torch.tensor([[0, *(p + 1 for p in parents)] for parents in tree.parent_lists()], device=run.device)
+    above = torch.arange(-1, tree.num_nodes - 1, device=run.device) if tree.is_chain else tree.parents
+    block_parents = torch.nn.functional.pad(above.expand(len(starts), -1) + 1, (1, 0))
     tokens = torch.nn.functional.pad(tree.tokens.clamp(min=0), (1, 0))
     node = torch.arange(depths.shape[1], device=run.device).expand_as(depths)
-    for _ in range(int(depths.max())):  # climb from every node to the root, writing each token at its depth
+    for _ in range(tree.depth):  # climb from every node to the root, writing each token at its depth
         depth = depths.gather(1, node)
         column = (starts.to(run.device)[:, None] + depth - 1)[..., None]
         token = torch.where(depth > 0, tokens.gather(1, node), ids.gather(2, column)[..., 0])

@@ -85,9 +85,7 @@ class Record:
         if self.scores is not None:
             run.scores = tuple(self.scores)
 
-    def _in_columns(
-        self, weights: torch.Tensor, layer: int, place: int, path: list[int], step: int
-    ) -> torch.Tensor:
+    def _in_columns(self, weights: torch.Tensor, layer: int, place: int, path: list[int], step: int) -> torch.Tensor:
         """One query's weights `(H, S)` over cache slots -> `(H, 1, columns)` as plain `generate` returns them."""
         target = self.target
         length = target.lengths[place]

@@ -378,11 +378,12 @@ class Retokenizer:
     def _continue_word(self, target_ids: list[int], text: str) -> list[int]:
         """Target ids of a text after the row: of the last word and the text together if that keeps the row's ids."""
         target, end = self._target, self._num_read
-        begin = end if end and target_ids[end - 1] in target.marks else self._word_begin(target_ids)
-        word = target.continuation(target.context(target_ids, begin), target_ids[begin:end]) if begin < end else ""
-        if word is not None:
-            ids, kept = target.encode(word + text, target.is_start(target_ids, begin)), target_ids[begin:]
-            if ids[: len(kept)] == kept:
-                return ids[len(kept) :]
-        # Half a character of the target's cannot be continued by a text that begins with another one.
-        return [] if end < len(target_ids) else target.encode(text, is_start=False)
+        is_segment_start = end > 0 and target_ids[end - 1] in target.marks
+        for begin in (end if is_segment_start else self._word_begin(target_ids), end):
+            context, kept = target.context(target_ids, begin), target_ids[begin:]
+            word = target.continuation(context, target_ids[begin:end]) if begin < end else ""
+            if word is not None and _BROKEN not in word:
+                ids = target.encode(word + text, target.is_start(target_ids, begin))
+                if ids[: len(kept)] == kept:
+                    return ids[len(kept) :]
+        return []  # the row ends in half a character, and the text goes on with another one

@@ -90,7 +90,9 @@ class Run:
         self.num_new: list[int] = []
 
         pad = generation_config._pad_token_tensor
-        self.sequences = input_ids.new_full((self.num_rows, stopping_criteria.max_length), 0 if pad is None else int(pad))
+        self.sequences = input_ids.new_full(
+            (self.num_rows, stopping_criteria.max_length), 0 if pad is None else int(pad)
+        )
         self.sequences[:, : self.num_columns] = input_ids
 
         self.eos_token_ids = {
@@ -147,7 +149,7 @@ class Run:
         return self.pads_finished or all(row.num_emitted >= self.num_steps for row in self.all_rows)
 
     def ids_until(self, num_emitted: int) -> torch.LongTensor:
-        """`generate`'s ids `(B_all, prompt + num_emitted)` for a user's own objects; contiguous, as plain `generate`'s."""
+        """`generate`'s ids `(B_all, prompt + num_emitted)` for a user's own objects; contiguous, as there."""
         return self.sequences[:, : self.num_columns + num_emitted].contiguous()
 
     def emit(self, rows: list[Row], tokens: list[int], drafted: list[bool]) -> None:
@@ -214,6 +216,8 @@ class Run:
         if len(places) == len(self.rows) or self.keeps_cache:
             return
         self.rows = [self.rows[place] for place in places]
+        self.num_new = [self.num_new[place] for place in places if self.num_new]
+        self.hidden_states = {layer: states[places] for layer, states in self.hidden_states.items()}
         target.keep_rows(places)
         self.generator.keep_rows(torch.tensor(places, device=self.device))
 

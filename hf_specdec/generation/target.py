@@ -92,7 +92,7 @@ class Target(CachedModel):
         self.num_columns = self.source.get_seq_length() - num_drafts  # may exceed the prompt: soft prompts
         self.columns = self._columns(prompt_kwargs.get("attention_mask"), len(input_ids))
         drafted = torch.arange(self.num_columns, self.num_columns + num_drafts)
-        # The prefill's block is a prompt's last token and the drafts, as a later one is the last emitted token and them.
+        # The prefill's block is the prompt's last token and the drafts, as later the last emitted token and the drafts.
         self.lengths = [len(columns) - 1 for columns in self.columns]
         longest = max(map(len, self.columns)) + num_drafts
         self.cache.capacity = longest + min(run.max_new_tokens, GROWTH_ROOM)

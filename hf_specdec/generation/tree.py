@@ -1,11 +1,11 @@
-"""Candidate trees: what a drafter proposes and the target verifies in one pass. A chain is a tree with one child per node.
+"""Candidate trees: what a drafter proposes and the target verifies in one pass. A chain is a tree without branches.
 
 Shapes: B rows (sequences still being decoded), N nodes of the tree, V vocabulary.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -24,6 +24,8 @@ class CandidateTree:
         draft_probs (`torch.FloatTensor` of shape `(B, N, V)`, *optional*): float32 rows, the distribution that each
             token was really drawn from. Only `assistant_sampling="rejection"` reads it, and only for chains. `None`
             says that the drafts are deterministic.
+        depth (`int`, *optional*): nodes on the longest branch. Where the parents are on an accelerator, giving it saves
+            a read.
 
     Raises:
         ValueError: if the shapes disagree.
@@ -32,6 +34,8 @@ class CandidateTree:
     tokens: torch.LongTensor
     parents: torch.LongTensor | None = None
     draft_probs: torch.FloatTensor | None = None
+    depth: int | None = None
+    _visibility: tuple[torch.LongTensor, torch.BoolTensor] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.tokens.ndim != 2:
@@ -41,6 +45,10 @@ class CandidateTree:
                 f"`parents` has shape {tuple(self.parents.shape)}; expected {tuple(self.tokens.shape)} or "
                 f"{tuple(self.tokens.shape[1:])}, as `tokens`."
             )
+        if self.is_chain:
+            self.depth = self.num_nodes
+        elif self.depth is None:
+            self.depth = int(self.visibility()[0].max())
 
     @classmethod
     def from_lists(cls, drafts: list[list[int]], device: torch.device | str = "cpu") -> CandidateTree:
@@ -57,13 +65,17 @@ class CandidateTree:
     def is_chain(self) -> bool:
         return self.parents is None
 
-    def parent_lists(self) -> list[list[int]]:
-        """Parents of every row on the host, each `N` long."""
+    def on_host(self, choices: torch.LongTensor | None) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
+        """Reads the target's choices `(B, 1 + N)`, the tokens and the parents of every row in one go."""
         num_rows, num_nodes = self.tokens.shape
-        if self.parents is None:
-            return [list(range(-1, num_nodes - 1))] * num_rows
-        parents = self.parents.tolist()
-        return parents if self.parents.ndim == 2 else [parents] * num_rows
+        read = [self.tokens] if choices is None else [choices.to(self.tokens.device), self.tokens]
+        if not self.is_chain:
+            read.append(self.parents.to(self.tokens.device).expand(num_rows, -1))
+        sizes = [part.shape[1] for part in read]
+        parts = [part.tolist() for part in torch.cat(read, dim=1).cpu().split(sizes, dim=1)]
+        choices = [] if choices is None else parts.pop(0)
+        parents = [list(range(-1, num_nodes - 1))] * num_rows if self.is_chain else parts[1]
+        return choices, parts[0], parents
 
     def visibility(self) -> tuple[torch.LongTensor, torch.BoolTensor]:
         """Depths and ancestors of the block that the target reads: the last verified token, then the nodes.
@@ -75,11 +87,16 @@ class CandidateTree:
 
         Example: parents [-1, -1, 0] -> depths [0, 1, 1, 2]; the last row of is_visible is [1, 1, 0, 1].
         """
-        num_block = self.num_nodes + 1
-        device = self.tokens.device
-        if self.parents is None:
-            positions = torch.arange(num_block, device=device)
-            return positions[None], (positions[:, None] >= positions[None, :])[None]
+        if self._visibility is None:
+            self._visibility = self._chain_visibility() if self.is_chain else self._tree_visibility()
+        return self._visibility
+
+    def _chain_visibility(self) -> tuple[torch.LongTensor, torch.BoolTensor]:
+        positions = torch.arange(self.num_nodes + 1, device=self.tokens.device)
+        return positions[None], (positions[:, None] >= positions[None, :])[None]
+
+    def _tree_visibility(self) -> tuple[torch.LongTensor, torch.BoolTensor]:
+        num_block, device = self.num_nodes + 1, self.tokens.device
         parents = self.parents if self.parents.ndim == 2 else self.parents[None]
         parents = torch.nn.functional.pad(parents.to(device) + 1, (1, 0))  # in the block; the root is its own parent
         is_visible = torch.eye(num_block, dtype=torch.bool, device=device).expand(len(parents), -1, -1)

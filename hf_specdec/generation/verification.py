@@ -45,18 +45,15 @@ def verify(run: Run, tree: CandidateTree | None, logits: torch.Tensor, record: R
     logits = logits.to(run.device)
     if not run.is_plain_argmax:
         logits = logits.float()
-    num_rows, num_block = logits.shape[:2]
-    parents = [[]] * num_rows if tree is None else tree.parent_lists()
-    if run.processors.is_stateful:
-        scores, choices = None, None
-        tokens = [[]] * num_rows if tree is None else tree.tokens.tolist()
-    else:
+    scores = choices = None
+    if not run.processors.is_stateful:
         scores = run.processors.block(logits, run, tree)
         choices = run.choice.choose(scores, run, tree)
-        if tree is not None:
-            choices = torch.cat([choices, tree.tokens.to(choices.device)], dim=1)
-        choices = choices.tolist()  # the one read of this pass
-        tokens = [row[num_block:] for row in choices]
+    if tree is None:
+        tokens = parents = [[]] * len(run.rows)
+        picks = [] if choices is None else choices.tolist()
+    else:
+        picks, tokens, parents = tree.on_host(choices)  # the one read of this pass
     nodes_below = [children(*row) for row in zip(tokens, parents)]
     walked: list[list[int]] = [[] for _ in run.rows]
     emitted_before = run.num_emitted
@@ -66,13 +63,13 @@ def verify(run: Run, tree: CandidateTree | None, logits: torch.Tensor, record: R
         while group:
             rows = [run.rows[place] for place in group]
             here = [(walked[place] or [ROOT])[-1] for place in group]
-            if choices is None:
+            if not picks:
                 step_scores = _column_scores(run, rows, logits[group, [node + 1 for node in here]])
                 picked = _choose_column(run, step_scores, tree, depth=len(walked[group[0]]))
                 picked = [picked[place] for place in group]
             else:
                 step_scores = None
-                picked = [choices[place][node + 1] for place, node in zip(group, here)]
+                picked = [picks[place][node + 1] for place, node in zip(group, here)]
             found = [nodes_below[place].get(step) for place, step in zip(group, zip(here, picked))]
             if record.is_on:
                 paths = [walked[place] for place in group]
@@ -109,6 +106,8 @@ def _choose_column(run: Run, scores: torch.Tensor, tree: CandidateTree | None, d
     drafts = None
     if tree is not None and tree.is_chain and depth < tree.num_nodes:
         here = slice(depth, depth + 1)
-        drafts = CandidateTree(tree.tokens[:, here], None, None if tree.draft_probs is None else tree.draft_probs[:, here])
+        drafts = CandidateTree(
+            tree.tokens[:, here], None, None if tree.draft_probs is None else tree.draft_probs[:, here]
+        )
     scores = scores[[row.index for row in run.rows], None]
     return run.choice.choose(scores, run, drafts)[:, 0].tolist()

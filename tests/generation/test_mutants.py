@@ -12,9 +12,7 @@ from hf_specdec.generation import attention, cache, choice, target, tree, verifi
 
 def accept_every_draft(monkeypatch):
     real = verification.children
-    monkeypatch.setattr(
-        verification, "children", lambda tokens, parents: AnyToken(real(tokens, parents))
-    )
+    monkeypatch.setattr(verification, "children", lambda tokens, parents: AnyToken(real(tokens, parents)))
 
 
 class AnyToken(dict):

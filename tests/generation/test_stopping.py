@@ -66,9 +66,7 @@ def test_eos_inside_a_block(target, same_text, lengths, oracle, do_sample):
     ends = set()
     for place in (0, 3, 4, 9):
         eos = texts[0][place]
-        output = same_text(
-            target, inputs, oracle=oracle, max_new_tokens=NUM_NEW, eos_token_id=eos, do_sample=do_sample
-        )
+        output = same_text(target, inputs, oracle=oracle, max_new_tokens=NUM_NEW, eos_token_id=eos, do_sample=do_sample)
         ends.add(output.sequences.shape[1])
     assert len(lengths) > 1 or len(ends) == 4
 
