@@ -86,8 +86,8 @@ DeviceOption = Annotated[
         help="cpu, cuda, mps, ..., or auto to spread the model over what there is. Default: the accelerator, else cpu.",
     ),
 ]
+DtypeOption = Annotated[Dtype | None, typer.Option(help="Default: as the model was saved.")]
 DebugOption = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
-ThreadsOption = Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: torch's own choice.")]
 
 
 @app.callback()
@@ -126,7 +126,7 @@ def generate(
     top_k: Annotated[int | None, typer.Option(min=0, help="Sample from the k likeliest tokens; 0 is all.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of sampling: the same seed gives the same text.")] = None,
     device: DeviceOption = None,
-    dtype: Annotated[Dtype | None, typer.Option(help="Default: as the model was saved.")] = None,
+    dtype: DtypeOption = None,
     chat: Annotated[
         bool | None,
         typer.Option(
@@ -144,7 +144,7 @@ def generate(
     ] = None,
     stream: Annotated[bool, typer.Option(help="Write the text while it is made, or once at the end.")] = True,
     stats: Annotated[bool, typer.Option("--stats", help="Write counts and times to stderr.")] = False,
-    threads: ThreadsOption = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: torch's own choice.")] = None,
     debug: DebugOption = False,
 ) -> None:
     """Write the text that a model gives for a prompt, with or without a drafter.
@@ -158,7 +158,7 @@ def generate(
     if assistant is None and (num_assistant_tokens is not None or assistant_sampling is not None):
         raise typer.BadParameter("--num-assistant-tokens and --assistant-sampling need --assistant.")
     with _one_line_errors(debug):
-        text = sys.stdin.read().rstrip("\n") if prompt == "-" else prompt
+        text = sys.stdin.buffer.read().decode().rstrip("\r\n") if prompt == "-" else prompt
     if not text.strip():
         raise typer.BadParameter("the prompt is empty.", param_hint="'--prompt'")
     options: dict[str, Any] = {"temperature": temperature or None, "top_p": top_p, "top_k": top_k}
@@ -197,6 +197,7 @@ def demo(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens for each answer.")] = 80,
     quick: Annotated[bool, typer.Option("--quick", help="Two prompts and short answers.")] = False,
     device: DeviceOption = None,
+    dtype: DtypeOption = None,
     threads: Annotated[
         int | None, typer.Option(min=1, help="CPU threads. Default: one, or torch's own choice if that is faster.")
     ] = None,
@@ -210,7 +211,14 @@ def demo(
     from .demo import run_demo
 
     with _one_line_errors(debug):
-        run_demo(model, max_new_tokens=max_new_tokens, quick=quick, device=device, threads=threads)
+        run_demo(
+            model,
+            max_new_tokens=max_new_tokens,
+            quick=quick,
+            device=device,
+            dtype=dtype and dtype.value,
+            threads=threads,
+        )
 
 
 def encode_prompt(
@@ -244,7 +252,8 @@ def load_assistant(name: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, A
         return {"assistant": name}
     source = resolve_name(name)
     try:
-        PreTrainedConfig.get_config_dict(source)
+        if not PreTrainedConfig.get_config_dict(source)[0]:
+            raise OSError("it has no config.json")
     except OSError as error:
         raise OSError(f"the assistant '{name}' cannot be loaded: {error}") from error
     try:
@@ -275,9 +284,11 @@ def format_statistics(num_tokens: int, seconds: float, speculation: SpeculationS
 @contextmanager
 def _one_line_errors(debug: bool) -> Iterator[None]:
     """Errors while running become one line on stderr and exit code 1; their traceback too with `debug`."""
+    logging = transformers.utils.logging
+    verbosity, has_progress_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
     if not debug:
-        transformers.utils.logging.set_verbosity_error()
-        transformers.utils.logging.disable_progress_bar()
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
     try:
         yield
     except BrokenPipeError:
@@ -291,3 +302,7 @@ def _one_line_errors(debug: bool) -> Iterator[None]:
         kind = "" if isinstance(error, (OSError, ValueError, ImportError)) else f"{type(error).__name__}: "
         typer.echo(f"hf-specdec: {kind}{first_line or type(error).__name__}", err=True)
         raise typer.Exit(1) from None
+    finally:
+        logging.set_verbosity(verbosity)
+        if has_progress_bar:
+            logging.enable_progress_bar()

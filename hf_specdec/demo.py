@@ -20,17 +20,18 @@ from .generation.statistics import SpeculationStatistics
 from .smollm2 import early_layers_copy, load_model_and_tokenizer
 
 PLAIN = "plain generate"
+DRAFT_MODEL = "draft model, untrained"
 ACCEPTED_STYLE = "bold green"
 SAMPLING_SEED = 0
 # What is compared with plain generate: a name, and what makes the keywords of `generate` from the target.
 ROWS: list[tuple[str, Callable[[PreTrainedModel], dict[str, Any]]]] = [
     ("prompt lookup", lambda target: {"assistant": "prompt_lookup"}),
     (
-        "draft model, untrained",
+        DRAFT_MODEL,
         lambda target: {"assistant": early_layers_copy(target, 2), "num_assistant_tokens": "auto"},
     ),
 ]
-NOTE = (
+DRAFT_MODEL_NOTE = (
     "The draft model is the first 2 layers of the model itself, as they are: a stand-in for a trained one. It is "
     'seldom right, and num_assistant_tokens="auto" learns to leave it alone.'
 )
@@ -189,7 +190,11 @@ class Demo:
     def answer(self, prompt: Prompt, row: str) -> None:
         """Generates while showing the text, then leaves one line of numbers and the final colours on the screen."""
         streamer = AnswerStreamer(self.tokenizer)
-        with Live(console=self.console, get_renderable=streamer.coloured, refresh_per_second=8, transient=True):
+
+        def show() -> Text:
+            return Text.assemble((f"{row} ...\n", "bold"), streamer.coloured())
+
+        with Live(console=self.console, get_renderable=show, refresh_per_second=8, transient=True):
             answer = self.generate(prompt, row, streamer)
         self.answers[row].append(answer)
         plain, speculation = self.answers[PLAIN][-1], answer.speculation
@@ -242,6 +247,7 @@ def run_demo(
     max_new_tokens: int = 80,
     quick: bool = False,
     device: str | None = None,
+    dtype: str | None = None,
     threads: int | None = None,
     console: Console | None = None,
 ) -> Demo:
@@ -251,7 +257,7 @@ def run_demo(
         model (`str`): `"smollm2"`, a Hub id or a local folder.
         max_new_tokens (`int`): most tokens for each answer.
         quick (`bool`): only two prompts and at most 40 tokens.
-        device (`str`, *optional*): as for `load_model_and_tokenizer`.
+        device, dtype (`str`, *optional*): as for `load_model_and_tokenizer`.
         threads (`int`, *optional*): CPU threads; `None` takes one or torch's own number, what is faster now.
         console (`rich.console.Console`, *optional*): where to print; stdout by default.
 
@@ -266,7 +272,7 @@ def run_demo(
             torch.set_num_threads(threads)
         console.print(f"Loading {model} ...")
         demo = Demo(
-            *load_model_and_tokenizer(model, device=device),
+            *load_model_and_tokenizer(model, device=device, dtype=dtype),
             max_new_tokens=min(max_new_tokens, QUICK_TOKENS) if quick else max_new_tokens,
             console=console,
         )
@@ -280,7 +286,8 @@ def run_demo(
             for row in demo.rows:
                 demo.answer(prompt, row)
         console.print(demo.table())
-        console.print(Text(NOTE, "dim"))
+        if DRAFT_MODEL in demo.rows:
+            console.print(Text(DRAFT_MODEL_NOTE, "dim"))
     finally:
         torch.set_num_threads(threads_before)
     return demo

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
@@ -116,7 +117,7 @@ def load_model_and_tokenizer(
             float32 for `"smollm2"`.
 
     Raises:
-        OSError: if there is no such model, or it has no safetensors.
+        OSError: if there is no such model, no safetensors file, or transformers does not know its architecture.
         ModuleNotFoundError: if `"smollm2"` is asked for and a package is missing.
     """
     source = resolve_name(name)
@@ -124,9 +125,10 @@ def load_model_and_tokenizer(
     if str(device) == "auto":
         options["device_map"] = "auto"
     try:
+        AutoConfig.from_pretrained(source)  # first, because its errors say best what is missing
         tokenizer = AutoTokenizer.from_pretrained(source)
         model = AutoModelForCausalLM.from_pretrained(source, **options)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise OSError(f"the model '{name}' cannot be loaded: {error}") from error
     if str(device) != "auto":
         model = model.to(device or torch.accelerator.current_accelerator(check_available=True) or "cpu")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+import torch
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -34,7 +35,7 @@ def as_candidate_generator(assistant: Any, run: Run) -> CandidateGenerator:
     if isinstance(assistant, (str, Path)):
         if str(assistant) in METHODS:
             return METHODS[str(assistant)]()
-        model = load_draft_model(str(assistant), run.target)
+        model = load_draft_model(str(assistant), run.target, run.device)
         if run.settings.tokenizer is not None and run.settings.assistant_tokenizer is None:
             run.settings.assistant_tokenizer = AutoTokenizer.from_pretrained(str(assistant))
         return DraftModel(model)
@@ -46,8 +47,10 @@ def as_candidate_generator(assistant: Any, run: Run) -> CandidateGenerator:
     )
 
 
-def load_draft_model(name: str, target: PreTrainedModel) -> PreTrainedModel:
+def load_draft_model(name: str, target: PreTrainedModel, fallback_device: torch.device) -> PreTrainedModel:
     """Loads a causal LM by Hub id or folder onto the target's device and in its dtype; safetensors only.
+
+    The weights of an offloaded target are on no device, so its drafter goes to `fallback_device`.
 
     Raises:
         OSError: if it is not there, or only partly.
@@ -60,5 +63,6 @@ def load_draft_model(name: str, target: PreTrainedModel) -> PreTrainedModel:
             raise OSError(
                 f"the weights of {name!r} are incomplete or damaged ({error}); delete the file and download it again."
             ) from error
-        models[name] = model.to(target.get_input_embeddings().weight.device).eval()
+        device = target.get_input_embeddings().weight.device
+        models[name] = model.to(fallback_device if device.type == "meta" else device).eval()
     return models[name]

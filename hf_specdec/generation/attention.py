@@ -6,6 +6,7 @@ Shapes: B rows, T tokens of the pass, S slots of the cache (up to the longest ro
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -69,6 +70,13 @@ def why_not_own_mask(model: PreTrainedModel) -> str | None:
     if has_window and not any(hasattr(module, builder) for builder in WINDOW_BUILDERS):
         return "limits its attention window by what the cache forgets"
     return None
+
+
+def slot_limit(model: PreTrainedModel) -> float:
+    """Length of the cache up to which a token's place in it may differ from its position in plain `generate`."""
+    config = model.config.get_text_config(decoder=True)
+    scales_by_place = getattr(config, "attn_temperature_tuning", False) and hasattr(config, "floor_scale")
+    return config.floor_scale - 1 if scales_by_place else math.inf
 
 
 def decoder_module(model: PreTrainedModel) -> ModuleType:

@@ -7,11 +7,19 @@ draft is simply overwritten by the next pass, so rolling back costs nothing.
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass, field
 
 import torch
+from transformers import GenerationMixin
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
+# The name of the cache among a model's inputs and outputs: `cache` since transformers 5.24, `past_key_values` before.
+CACHE_NAME = (
+    "cache"
+    if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+    else "past_key_values"
+)
 GROWTH_ROOM = 2048  # slots allocated ahead of the prompt; a longer run doubles the buffers when it gets there
 
 

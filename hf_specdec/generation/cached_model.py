@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from .attention import explicit_mask, masked_attention, why_no_explicit_mask, why_not_own_mask
-from .cache import RaggedCache, WritePlan
+from .attention import explicit_mask, masked_attention, slot_limit, why_no_explicit_mask, why_not_own_mask
+from .cache import CACHE_NAME, RaggedCache, WritePlan
 from .tree import NO_TOKEN, CandidateTree
 
 
@@ -37,11 +37,12 @@ class CachedModel:
         self.extra_inputs = extra_inputs or {}
         self.lengths: list[int] = []  # cached tokens of each row
         self.position_shift: list[int] | None = None  # position of a token minus its slot, where they differ
+        self.highest_id: int | None = None  # ids above it, which the model has no embedding for, are read as it
         self.last_positions: list[int] | None = None  # highest position that plain `generate` would use in each row
         parameters = inspect.signature(model.forward).parameters
         self.takes_positions = "position_ids" in parameters
         self.takes_logits_to_keep = "logits_to_keep" in parameters
-        self.no_mask_reason = why_no_explicit_mask(model)
+        self.slot_limit = slot_limit(model)
         self.needs_mask_reason = why_not_own_mask(model)
         self._is_masked = False
 
@@ -60,14 +61,15 @@ class CachedModel:
         is_chain = tree is None or tree.is_chain
         if self.needs_mask_reason or not (is_chain and plan.is_uniform):  # else the model's own mask says the same
             self.require_mask(is_chain)
+            self.check_slots(plan.end)
             inputs["attention_mask"] = explicit_mask(self.model, plan, None if is_chain else tree, tokens.device)
         if self.takes_positions:
             inputs["position_ids"] = self._positions(plan, None if is_chain else tree, tokens.device)
         return self.model(
-            input_ids=tokens.clamp(min=0),
-            past_key_values=self.cache,
+            input_ids=tokens.clamp(0, self.highest_id),
             use_cache=True,
             return_dict=True,
+            **{CACHE_NAME: self.cache},
             **self.extra_inputs,
             **inputs,
         )
@@ -88,13 +90,22 @@ class CachedModel:
         """Raises `ValueError` if the model takes no explicit mask; switches its attention for this call if need be."""
         if self._is_masked:
             return
-        if self.no_mask_reason:
+        if reason := why_no_explicit_mask(self.model):
             need, fix = ("A batch", "one row at a time") if is_chain else ("A draft tree", "with a chain drafter")
             if self.needs_mask_reason:
                 need, fix = f"A model that {self.needs_mask_reason}", "without `assistant=`"
-            raise ValueError(f"{need} needs an explicit attention mask, but {self.no_mask_reason}. Generate {fix}.")
+            raise ValueError(f"{need} needs an explicit attention mask, but {reason}. Generate {fix}.")
         self.exit_stack.enter_context(masked_attention(self.model))
         self._is_masked = True
+
+    def check_slots(self, num_slots: int) -> None:
+        """Raises `ValueError` if the model takes a token's place in the cache for its position, and it makes a difference."""
+        if num_slots > self.slot_limit:
+            raise ValueError(
+                f"{type(self.model).__name__} scales attention by the length of the cache beyond {self.slot_limit} tokens, "
+                f"which padding, batches and draft trees would change, and this text may reach {num_slots}. Generate one "
+                "row at a time without padding and with a chain drafter, or fewer tokens, or without `assistant=`."
+            )
 
     def catch_up(self, rows: list[list[int]], device: torch.device) -> torch.Tensor:
         """Feeds the tokens that the cache lacks (at least one a row); logits `(B, V)` after each row's last token."""

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterator
 from typing import Any
 
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+
+from .cache import CACHE_NAME
+
+
+# Layers that, of all those in transformers, give a token another result when other tokens are in the same pass.
+NOT_TOKENWISE = {"DogeCDMoE": "its router mixes the tokens of a pass"}
 
 
 def check_call(
@@ -29,16 +37,17 @@ def check_call(
             raise ValueError(f"`{option}` selects another decoding method; leave it out, or leave out `assistant`.")
     if generation_config.use_cache is False:
         raise ValueError("`use_cache` is False; speculative decoding needs the cache. Leave `use_cache` out.")
-    cache = model_kwargs.get("past_key_values")
+    cache = model_kwargs.get(CACHE_NAME)
     implementation = generation_config.cache_implementation
     if implementation not in (None, "dynamic", "dynamic_full"):
         raise ValueError(
             f"`cache_implementation` is {implementation!r}; speculative decoding preallocates a cache of its own. "
             "Leave it out, or leave out `assistant`."
         )
-    if cache is not None and type(cache) is not DynamicCache:
+    if cache is not None and (type(cache) is not DynamicCache or cache.offloading):
+        kind = f"{'offloaded ' if getattr(cache, 'offloading', False) else ''}{type(cache).__name__}"
         raise ValueError(
-            f"`past_key_values` is a {type(cache).__name__}; speculative decoding continues from a DynamicCache. Pass "
+            f"`{CACHE_NAME}` is a {kind}; speculative decoding continues from a DynamicCache. Pass "
             "one (`DynamicCache(config=model.config)`), or leave it out."
         )
     if synced_gpus:
@@ -60,3 +69,55 @@ def check_decoder_only(model: PreTrainedModel, role: str) -> None:
             f"the {role} {name} keeps a recurrent or other state that cannot be rolled back when a draft is rejected; "
             "such models are not supported yet. Generate without `assistant=`."
         )
+    if mixers := sorted({type(module).__name__ for module in model.modules()} & set(NOT_TOKENWISE)):
+        raise ValueError(
+            f"the {role} {name} reads several tokens at once in another way than one by one: {mixers[0]}: "
+            f"{NOT_TOKENWISE[mixers[0]]}. Generate without `assistant=`."
+        )
+
+
+def check_positions(
+    model: PreTrainedModel, positions: list[int], num_columns: int, is_padded: bool, max_new_tokens: int
+) -> None:
+    """Raises `ValueError` if reading several tokens in one pass would change what their positions mean.
+
+    Args:
+        positions: of each row's first new token.
+        num_columns (`int`): tokens of the prompts, padding included.
+        is_padded (`bool`): the prompts hold padding, which the cache of this package leaves out.
+    """
+    name = type(model).__name__
+    if is_padded and "position_ids" not in inspect.signature(model.forward).parameters:
+        raise ValueError(
+            f"{name} takes no position_ids and counts padding as text. Pass the prompt without padding, or leave out "
+            "`assistant`."
+        )
+    window = getattr(model.config.get_text_config(decoder=True), "keep_window_size", None)
+    if window is not None and num_columns + max_new_tokens > window:
+        raise ValueError(
+            f"{name} picks which {window} tokens it attends to where a text is longer, and equal ranks fall differently in "
+            f"a pass over several tokens; this text may reach {num_columns + max_new_tokens}. Generate fewer tokens, or "
+            "without `assistant=`."
+        )
+    end = max(positions) + max_new_tokens - 1  # the last token emitted is never read
+    for kind, limit in changing_rope(model):
+        if end > limit and not (kind == "longrope" and min(positions) > limit):
+            raise ValueError(
+                f"{name} changes its rotary embedding ({kind!r}) when a text grows beyond {limit} tokens, and this one may "
+                f"reach {end}: a pass over several tokens would mix both. Generate fewer tokens, or without `assistant=`."
+            )
+
+
+def changing_rope(model: PreTrainedModel) -> Iterator[tuple[str, int]]:
+    """Rotary embeddings of the model that depend on the longest position of a pass: type, and the last length before."""
+    for module in model.modules():
+        rope_types = getattr(module, "rope_type", None)
+        if not isinstance(rope_types, dict):
+            rope_types = {None: rope_types}
+        for layer_type, rope_type in rope_types.items():
+            if rope_type == "longrope":
+                parameters = module.config.rope_parameters
+                parameters = parameters if layer_type is None else parameters[layer_type]
+                yield rope_type, parameters["original_max_position_embeddings"]
+            elif rope_type is not None and "dynamic" in rope_type:
+                yield rope_type, module.original_max_seq_len

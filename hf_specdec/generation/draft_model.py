@@ -50,6 +50,7 @@ class DraftModel(CandidateGenerator):
         longest = max(map(len, run.tokens))
         self.drafter = CachedModel(model, longest + min(run.max_new_tokens, GROWTH_ROOM) + 1, run.exit_stack)
         self.drafter.lengths = [0] * len(run.rows)
+        self.drafter.highest_id = model.get_input_embeddings().weight.shape[0] - 1
         self.retokenizers = self._retokenizers(run, model)
         self.drafter_rows: list[tuple[int, list[int]]] = []  # ids of each row at the last round, and its draft
 

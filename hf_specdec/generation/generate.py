@@ -11,6 +11,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation.streamers import BaseStreamer
 
 from .assistant import as_candidate_generator
+from .cache import CACHE_NAME
 from .candidates import CandidateGenerator
 from .checks import check_call
 from .loop import decode
@@ -84,7 +85,7 @@ def speculative_decoding(
             model, input_ids, prompts, logits_processor, stopping_criteria, generation_config, settings, exit_stack
         )
         run.generator = as_candidate_generator(assistant, run)
-        cache = model_kwargs.get("past_key_values")
+        cache = model_kwargs.get(CACHE_NAME)
         run.keeps_cache = generation_config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)
         target = Target(model, generation_config, run)
         record = Record(generation_config, target)

@@ -5,11 +5,12 @@ Shapes: B rows, M = 1 + N tokens of a block, V vocabulary, L columns of `generat
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING
 
 import torch
 import transformers
-from transformers import LogitsProcessorList
+from transformers import LogitsProcessor, LogitsProcessorList
 
 from .tree import CandidateTree
 
@@ -80,8 +81,9 @@ class Processors:
         scores = torch.empty_like(logits)
         for length in sorted(set(lengths.flatten().tolist())):
             rows, nodes = (lengths == length).nonzero(as_tuple=True)
+            processors = LogitsProcessorList(for_rows(p, [run.rows[row].index for row in rows]) for p in self.processors)
             rows, nodes = rows.to(logits.device), nodes.to(logits.device)
-            scores[rows, nodes] = self.processors(ids[rows, nodes, :length], logits[rows, nodes])
+            scores[rows, nodes] = processors(ids[rows, nodes, :length], logits[rows, nodes])
         return scores
 
     def draft(self, logits: torch.Tensor) -> torch.Tensor:
@@ -90,6 +92,16 @@ class Processors:
         if not self.for_drafts:
             return logits
         return self.for_drafts(None, logits.view(-1, logits.shape[-1])).view_as(logits)
+
+
+def for_rows(processor: LogitsProcessor, rows: list[int]) -> LogitsProcessor:
+    """The processor for these rows of the batch: some hold a number for each row (left padding, transformers 5.24)."""
+    ignored = getattr(processor, "prompt_ignore_length", None)
+    if not isinstance(ignored, torch.Tensor):
+        return processor
+    processor = copy.copy(processor)
+    processor.prompt_ignore_length = ignored[rows]
+    return processor
 
 
 def contexts(run: Run, tree: CandidateTree | None) -> tuple[torch.LongTensor, torch.LongTensor]:

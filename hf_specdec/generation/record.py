@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import GenerationConfig
+from transformers.cache_utils import Cache
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from .cache import CACHE_NAME
 from .statistics import SpeculationStatistics
 
 if TYPE_CHECKING:
@@ -97,7 +99,7 @@ class Record:
         window = getattr(target.source.layers[layer], "sliding_window", None)
         return whole if window is None else whole[..., -window:]
 
-    def output(self, run: Run, past_key_values: Any) -> SpeculativeOutput:
+    def output(self, run: Run, cache: Cache) -> SpeculativeOutput:
         num_steps = run.num_steps
         tuples = (
             None if steps is None else tuple(steps[:num_steps])
@@ -110,8 +112,8 @@ class Record:
             logits=logits,
             attentions=attentions,
             hidden_states=hidden_states,
-            past_key_values=past_key_values,
             speculation=run.statistics,
+            **{CACHE_NAME: cache},
         )
 
 

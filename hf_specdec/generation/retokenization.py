@@ -382,7 +382,7 @@ class Retokenizer:
         for begin in (end if is_segment_start else self._word_begin(target_ids), end):
             context, kept = target.context(target_ids, begin), target_ids[begin:]
             word = target.continuation(context, target_ids[begin:end]) if begin < end else ""
-            if word is not None and _BROKEN not in word:
+            if word is not None:
                 ids = target.encode(word + text, target.is_start(target_ids, begin))
                 if ids[: len(kept)] == kept:
                     return ids[len(kept) :]

@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
+from transformers.utils import output_capturing
 
-from .cache import GROWTH_ROOM, check_source
+from .attention import attention_kinds
+from .cache import CACHE_NAME, GROWTH_ROOM, check_source
 from .cached_model import CachedModel
+from .checks import check_positions
 from .tree import CandidateTree
 
 if TYPE_CHECKING:
@@ -22,7 +25,7 @@ OWN_INPUTS = {
     "inputs_embeds",
     "attention_mask",
     "position_ids",
-    "past_key_values",
+    CACHE_NAME,
     "use_cache",
     "logits_to_keep",
     "cache_position",
@@ -35,6 +38,12 @@ def real_tokens(input_ids: torch.LongTensor, attention_mask: torch.Tensor | None
         return input_ids.tolist()
     is_token = attention_mask[:, -input_ids.shape[1] :].bool().tolist()
     return [[i for i, keep in zip(ids, mask) if keep] for ids, mask in zip(input_ids.tolist(), is_token)]
+
+
+def selection(layers: tuple[int, ...]) -> list[int]:
+    """`output_hidden_states` for the outputs of these layers; later versions count the embeddings as number 0."""
+    counts_embeddings = hasattr(output_capturing, "resolve_hidden_states_indices")
+    return [layer + counts_embeddings for layer in layers]
 
 
 class Target(CachedModel):
@@ -52,7 +61,7 @@ class Target(CachedModel):
         Not where the prompt is no plain sequence of ids, where a cache could not forget a rejected draft, or where the
         caller or the generator wants to see more of the prefill than its logits.
         """
-        cache = model_kwargs.get("past_key_values")
+        cache = model_kwargs.get(CACHE_NAME)
         return (
             model_kwargs.get("inputs_embeds") is None
             and all(run.tokens)
@@ -63,6 +72,7 @@ class Target(CachedModel):
             and record.hidden_states is None
             and record.attentions is None
             and not run.generator.hidden_state_layers
+            and not self.needs_mask_reason
         )
 
     def prefill(
@@ -85,12 +95,13 @@ class Target(CachedModel):
                 model_kwargs["logits_to_keep"] += num_drafts
         layers = run.generator.hidden_state_layers
         if layers and not model_kwargs.get("output_hidden_states"):
-            model_kwargs = {**model_kwargs, "output_hidden_states": list(layers)}
+            model_kwargs = {**model_kwargs, "output_hidden_states": selection(layers)}
         outputs = self.model._prefill(input_ids, self.generation_config, model_kwargs)
-        self.source = outputs.get("past_key_values")
+        self.source = outputs.get(CACHE_NAME)
         check_source(self.source, type(self.model).__name__)
         self.num_columns = self.source.get_seq_length() - num_drafts  # may exceed the prompt: soft prompts
         self.columns = self._columns(prompt_kwargs.get("attention_mask"), len(input_ids))
+        self._check_windows()
         drafted = torch.arange(self.num_columns, self.num_columns + num_drafts)
         # The prefill's block is the prompt's last token and the drafts, as later the last emitted token and the drafts.
         self.lengths = [len(columns) - 1 for columns in self.columns]
@@ -109,6 +120,16 @@ class Target(CachedModel):
         is_token = mask.bool().cpu()
         is_token = torch.nn.functional.pad(is_token, (self.num_columns - is_token.shape[1], 0), value=True)
         return [row.nonzero()[:, 0] for row in is_token]
+
+    def _check_windows(self) -> None:
+        """Raises `ValueError` where a window counts padding that the ragged cache would close up."""
+        has_gaps = any(len(columns) and self.num_columns - columns[0] != len(columns) for columns in self.columns)
+        if has_gaps and any(attention_kinds(self.model).values()):
+            raise ValueError(
+                f"`attention_mask` has padding after a row's first token, and {type(self.model).__name__} has a sliding "
+                "window, which counts that padding too. Begin with the whole text, padded on the left, and no cache from "
+                "an earlier turn, or leave out `assistant`."
+            )
 
     def _learn_inputs(self, input_ids: torch.LongTensor, outputs: Any, model_kwargs: dict[str, Any], run: Run) -> None:
         """Asks `generate`'s own code what the next step's inputs would be: positions, and keywords for every pass."""
@@ -133,8 +154,13 @@ class Target(CachedModel):
         if positions is None:
             positions = torch.full((1, 1), self.num_columns)
         positions = positions[:, -1].expand(len(self.columns)).tolist()
+        is_padded = any(len(columns) < self.num_columns for columns in self.columns)
+        check_positions(self.model, positions, self.num_columns, is_padded, run.max_new_tokens)
+        if is_padded or len(positions) > 1:
+            self.check_slots(self.num_columns + run.max_new_tokens)
         self.position_shift = [position - len(columns) for position, columns in zip(positions, self.columns)]
-        self.last_positions = [position + run.max_new_tokens - 1 for position in positions]
+        # The last token emitted is never read.
+        self.last_positions = [position + run.max_new_tokens - 2 for position in positions]
 
     def verify(self, run: Run, tree: CandidateTree | None) -> Any:
         """One pass over each row's last token and its drafts; its logits are `(B, 1 + N, V)`."""
@@ -143,7 +169,7 @@ class Target(CachedModel):
         if tree is not None:
             block = torch.cat([block, tree.tokens], dim=1)
         if run.generator.hidden_state_layers and not self.extra_inputs.get("output_hidden_states"):
-            inputs["output_hidden_states"] = list(run.generator.hidden_state_layers)
+            inputs["output_hidden_states"] = selection(run.generator.hidden_state_layers)
         return self(block, tree, **inputs)
 
     def commit(self, run: Run, outputs: Any, paths: list[list[int] | None]) -> None:
@@ -168,18 +194,18 @@ class Target(CachedModel):
 
     def _gather_hidden_states(self, run: Run, outputs: Any, paths: list[list[int] | None] | None) -> None:
         """Fills `run.hidden_states` with what the pass computed at the tokens that were kept."""
+        # The embeddings may come first, by transformers' version and by whether all layers were asked for.
+        shift = len(outputs.hidden_states) - self.model.config.get_text_config(decoder=True).num_hidden_layers
+        asked = {layer: outputs.hidden_states[layer + shift] for layer in run.generator.hidden_state_layers}
         if paths is None:
-            first = self.num_columns - outputs.hidden_states[run.generator.hidden_state_layers[0]].shape[1]
+            first = self.num_columns - next(iter(asked.values())).shape[1]
             index = [(columns[columns >= first] - first).tolist() for columns in self.columns]
         else:
             index = [[] if path is None else [0, *(node + 1 for node in path)] for path in paths]
         run.num_new = list(map(len, index))
         width = max(run.num_new)
         index = torch.tensor([row + [0] * (width - len(row)) for row in index])[..., None]
-        # Asked for by a list, transformers puts layer l at index l; asked for all, the embeddings come first.
-        shift = int(bool(self.extra_inputs.get("output_hidden_states")))
-        for layer in run.generator.hidden_state_layers:
-            states = outputs.hidden_states[layer + shift]
+        for layer, states in asked.items():
             run.hidden_states[layer] = states.gather(1, index.to(states.device).expand(-1, -1, states.shape[-1]))
 
     def keep_rows(self, rows: list[int]) -> None:

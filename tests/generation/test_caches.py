@@ -42,11 +42,12 @@ def model(request):
     return make_model(request.param)
 
 
-def second_turn(first, inputs: dict[str, torch.Tensor], num_more: int = 4) -> dict[str, torch.Tensor]:
+def second_turn(ids: torch.Tensor, inputs: dict[str, torch.Tensor], ends: list[int] | None = None):
     """The whole conversation: the first turn's output and a few new tokens; padding after a row's end is masked."""
-    ids, mask = first, inputs["attention_mask"]
-    more = torch.randint(3, 97, (len(ids), num_more), generator=torch.Generator().manual_seed(9))
-    mask = torch.cat([mask, (ids[:, mask.shape[1] :] != 0).long(), torch.ones_like(more)], dim=1)
+    num_new = ids.shape[1] - inputs["attention_mask"].shape[1]
+    is_new = torch.arange(num_new) < torch.tensor(ends or [num_new] * len(ids))[:, None]
+    more = torch.randint(3, 97, (len(ids), 4), generator=torch.Generator().manual_seed(9))
+    mask = torch.cat([inputs["attention_mask"], is_new.long(), torch.ones_like(more)], dim=1)
     return {"input_ids": torch.cat([ids, more], dim=1), "attention_mask": mask}
 
 
@@ -74,7 +75,8 @@ def test_second_turn_from_a_returned_cache(model, lengths, oracle, with_eos):
     drafts = OracleDrafter(real_rows(plain.sequences, inputs), *oracle)
     first = [model.generate(**inputs, **kwargs, eos_token_id=eos, assistant=drafts) for _ in range(2)]
     assert all(output.sequences.tolist() == plain.sequences.tolist() for output in first)
-    turn = second_turn(plain.sequences, inputs)
+    ends = list(map(len, first[0].speculation.drafted_mask))
+    turn = second_turn(plain.sequences, inputs, ends)
     for output in first:
         assert_same_cache(output.past_key_values, plain.past_key_values, turn["attention_mask"].bool())
     expected = model.generate(**turn, **kwargs, past_key_values=plain.past_key_values)
@@ -82,11 +84,16 @@ def test_second_turn_from_a_returned_cache(model, lengths, oracle, with_eos):
     got = model.generate(**turn, **kwargs, past_key_values=first[0].past_key_values)
     assert got.sequences.tolist() == expected.sequences.tolist()
     # ... and so do we.
-    drafts = OracleDrafter(real_rows(expected.sequences, turn), *oracle)
+    mask = torch.nn.functional.pad(turn["attention_mask"], (0, NUM_NEW), value=1).bool()
+    drafts = OracleDrafter([row[keep].tolist() for row, keep in zip(expected.sequences, mask)], *oracle)
+    if len(set(ends)) > 1 and model.config.model_type == "mistral":
+        with pytest.raises(ValueError, match="padding after a row's first token.*no cache from an earlier turn"):
+            model.generate(**turn, **kwargs, past_key_values=first[1].past_key_values, assistant=drafts)
+        return
     got = model.generate(**turn, **kwargs, past_key_values=first[1].past_key_values, assistant=drafts)
     assert got.sequences.tolist() == expected.sequences.tolist()
     assert got.past_key_values is first[1].past_key_values
-    mask = torch.nn.functional.pad(turn["attention_mask"], (0, NUM_NEW), value=1).bool()
+    assert got.speculation.num_accepted > 0
     assert_same_cache(got.past_key_values, expected.past_key_values, mask)
 
 
@@ -165,7 +172,7 @@ def test_other_implementations_get_an_error(model, implementation):
 
 def test_quantized_cache_gets_an_error(model):
     """transformers makes the cache before it calls us, and asks for its backend first where that is not installed."""
-    with pytest.raises((ValueError, ImportError), match="quantized|quanto"):
+    with pytest.raises((ValueError, ImportError), match="(?i)quantized|quanto"):
         model.generate(
             **ragged_batch(ONE), max_new_tokens=3, cache_implementation="quantized", assistant="prompt_lookup"
         )
@@ -184,7 +191,7 @@ def test_own_cache_of_another_kind_gets_an_error(model):
 def test_own_offloaded_cache_gets_an_error(model):
     cache = DynamicCache(config=model.config)
     cache.offloading = True
-    with pytest.raises(ValueError, match="offloaded"):
+    with pytest.raises(ValueError, match="offloaded DynamicCache"):
         model.generate(**ragged_batch(ONE), max_new_tokens=3, past_key_values=cache, assistant="prompt_lookup")
 
 

@@ -20,9 +20,9 @@ MODERN_SPLIT = Regex(
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-STORY = """The lighthouse keeper climbed the stairs every evening, before the sun had touched the water. He carried a lamp,
-a loaf of bread and an old book that he had read so often that its pages were soft like cloth. "Good evening," he said
-to the gulls, and the gulls, who were used to him, did not answer.
+STORY = """The lighthouse keeper climbed the stairs every evening, before the sun had touched the water. He carried a
+lamp, a loaf of bread and an old book that he had read so often that its pages were soft like cloth. "Good evening," he
+said to the gulls, and the gulls, who were used to him, did not answer.
 
 One evening there was a boat. It was a small boat with a torn sail, and in it sat a girl who was rowing against the
 wind. The keeper couldn't hear what she shouted, but he understood it: she wanted to know where the harbour was. He lit
@@ -204,7 +204,7 @@ def test_a_growing_row_is_the_tokenised_text(target, drafter, text):
     assert not set(row[num_bos:]) & set(drafter.all_special_ids)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("target", "drafter"), PAIRS)
 def test_a_growing_random_text(target, drafter, seed):
     target, drafter = tokenizer(target), tokenizer(drafter)
@@ -217,22 +217,14 @@ def test_a_growing_random_text(target, drafter, seed):
 
 @pytest.mark.parametrize(("target", "drafter"), WORD_PAIRS)
 def test_words(target, drafter):
+    """A tokenizer that knows words only, and writes them with a space between them."""
     target, drafter = tokenizer(target), tokenizer(drafter)
-    text = "the keeper laughed when the girl rowed home with the book about birds " * 5
-    words = text.split()
-    target_ids = start_ids(target) + encode(target, text.strip())
+    text, rest = "the keeper laughed when the girl rowed home with", " the book about birds"
+    target_ids = start_ids(target) + encode(target, " ".join([text] * 5))
     row = grow(Retokenizer(target, drafter), target_ids, seed=1)
-    assert decode(drafter, row[len(start_ids(drafter)) :]).split() == words
-    half = len(target_ids) // 2
-    retokenizer = Retokenizer(target, drafter)
-    row = retokenizer.to_drafter(target_ids[:half])
-    draft = encode(drafter, " " + decode(target, target_ids[half:]).strip())
-    draft = draft[1:] if drafter.bos_token == "<s>" and decode(drafter, draft[:1]) == "" else draft
-    if target.bos_token != "<s>" or decode(target, target_ids[half - 1 : half + 1]).count(" "):
-        assert (
-            decode(target, target_ids[:half] + retokenizer.to_target(target_ids[:half], draft)).split()[-3:]
-            == (words[-3:])
-        )
+    assert row == start_ids(drafter) + encode(drafter, " ".join([text] * 5))
+    draft = Retokenizer(target, drafter).to_target(target_ids, continuation(drafter, row, rest))
+    assert draft == continuation(target, target_ids, rest)
 
 
 @pytest.mark.parametrize(("target", "drafter"), PAIRS)
@@ -295,7 +287,7 @@ def test_a_call_costs_the_same_however_long_the_row_is(text):
     target_ids = (encode(tokenizer("gpt2"), text) * 20)[:20_000]
     retokenizer = Retokenizer(target, drafter)
     costs = []
-    for length in range(16, len(target_ids) + 1, 4):
+    for length in range(8, len(target_ids) + 1, 8):
         target.count = drafter.count = 0
         retokenizer.to_drafter(target_ids[:length])
         retokenizer.to_target(target_ids[:length], encode(drafter.tokenizer, " and so on"))
