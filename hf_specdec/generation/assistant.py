@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -37,7 +38,8 @@ def as_candidate_generator(assistant: Any, run: Run) -> CandidateGenerator:
             return METHODS[str(assistant)]()
         model = load_draft_model(str(assistant), run.target, run.device)
         if run.settings.tokenizer is not None and run.settings.assistant_tokenizer is None:
-            run.settings.assistant_tokenizer = AutoTokenizer.from_pretrained(str(assistant))
+            with suppress(OSError, ValueError):  # it brings none, so it is taken to be one for the target's
+                run.settings.assistant_tokenizer = AutoTokenizer.from_pretrained(str(assistant))
         return DraftModel(model)
     if isinstance(assistant, nn.Module) and hasattr(assistant, "generate"):
         return DraftModel(assistant)
@@ -58,11 +60,23 @@ def load_draft_model(name: str, target: PreTrainedModel, fallback_device: torch.
     models = _loaded.setdefault(target, {})
     if name not in models:
         try:
-            model = AutoModelForCausalLM.from_pretrained(name, dtype=target.dtype, use_safetensors=True)
+            model, loading = AutoModelForCausalLM.from_pretrained(
+                name, dtype=target.dtype, use_safetensors=True, output_loading_info=True
+            )
         except SafetensorError as error:
             raise OSError(
                 f"the weights of {name!r} are incomplete or damaged ({error}); delete the file and download it again."
             ) from error
+        except OSError as error:
+            raise OSError(
+                f"`assistant` got {name!r}, which is neither one of {', '.join(map(repr, METHODS))} nor a model that "
+                f"can be loaded: {error}"
+            ) from error
+        if loading["missing_keys"]:  # transformers fills them with random numbers
+            raise OSError(
+                f"the checkpoint {name!r} lacks {', '.join(sorted(loading['missing_keys']))}; download it again, or "
+                "take another drafter."
+            )
         device = target.get_input_embeddings().weight.device
         models[name] = model.to(fallback_device if device.type == "meta" else device).eval()
     return models[name]

@@ -43,6 +43,7 @@ class CachedModel:
         self.takes_positions = "position_ids" in parameters
         self.takes_logits_to_keep = "logits_to_keep" in parameters
         self.slot_limit = slot_limit(model)
+        self.num_slots = 0  # that a text of full length takes, padding included
         self.needs_mask_reason = why_not_own_mask(model)
         self._is_masked = False
 
@@ -61,7 +62,9 @@ class CachedModel:
         is_chain = tree is None or tree.is_chain
         if self.needs_mask_reason or not (is_chain and plan.is_uniform):  # else the model's own mask says the same
             self.require_mask(is_chain)
-            self.check_slots(plan.end)
+            self.check_takes_positions()
+            if not is_chain:
+                self.check_slots(self.num_slots + tree.num_nodes)
             inputs["attention_mask"] = explicit_mask(self.model, plan, None if is_chain else tree, tokens.device)
         if self.takes_positions:
             inputs["position_ids"] = self._positions(plan, None if is_chain else tree, tokens.device)
@@ -98,13 +101,22 @@ class CachedModel:
         self.exit_stack.enter_context(masked_attention(self.model))
         self._is_masked = True
 
+    def check_takes_positions(self) -> None:
+        """Raises `ValueError` if the model counts positions itself, which padding, batches and trees would spoil."""
+        if not self.takes_positions:
+            raise ValueError(
+                f"{type(self.model).__name__} takes no position ids and counts padding and drafts as text. Generate "
+                "one row at a time, without padding and with a chain drafter, or without `assistant=`."
+            )
+
     def check_slots(self, num_slots: int) -> None:
-        """Raises `ValueError` if the model takes a token's place in the cache for its position, and it makes a difference."""
+        """Raises `ValueError` if the cache is so long that the model takes a token's place in it for its position."""
         if num_slots > self.slot_limit:
             raise ValueError(
-                f"{type(self.model).__name__} scales attention by the length of the cache beyond {self.slot_limit} tokens, "
-                f"which padding, batches and draft trees would change, and this text may reach {num_slots}. Generate one "
-                "row at a time without padding and with a chain drafter, or fewer tokens, or without `assistant=`."
+                f"{type(self.model).__name__} scales attention by the length of the cache beyond {self.slot_limit} "
+                "tokens, which padding, batches and draft trees would change, and this text may reach "
+                f"{num_slots}. Generate one row at a time without padding and with a chain drafter, or fewer tokens, "
+                "or without `assistant=`."
             )
 
     def catch_up(self, rows: list[list[int]], device: torch.device) -> torch.Tensor:

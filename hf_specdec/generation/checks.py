@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from typing import Any
 
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
-from .cache import CACHE_NAME
+from .cache import CACHE_NAME, SUPPORTED_LAYERS
 
-
-# Layers that, of all those in transformers, give a token another result when other tokens are in the same pass.
-NOT_TOKENWISE = {"DogeCDMoE": "its router mixes the tokens of a pass"}
+# Of all layers in transformers, these read several tokens at once in another way than one by one.
+NOT_TOKENWISE = {
+    "DogeCDMoE": "its router mixes the tokens of a pass",
+    "ProphetNetDecoder": "it reads one token a pass",
+}
 
 
 def check_call(
@@ -65,51 +66,49 @@ def check_decoder_only(model: PreTrainedModel, role: str) -> None:
             f"the {role} {name} is an encoder-decoder model; only decoder-only models are supported so far."
         )
     if getattr(model, "_is_stateful", False) or not model._supports_default_dynamic_cache():
+        other_state = {"a recurrent or other state"}
+    else:
+        other_state = {type(layer) for layer in DynamicCache(config=model.config).layers} - set(SUPPORTED_LAYERS)
+        other_state = {f"a {layer.__name__}" for layer in other_state}
+    if other_state:
         raise ValueError(
-            f"the {role} {name} keeps a recurrent or other state that cannot be rolled back when a draft is rejected; "
-            "such models are not supported yet. Generate without `assistant=`."
+            f"the {role} {name} keeps {', '.join(sorted(other_state))}, which cannot be rolled back when a draft is "
+            "rejected; such models are not supported yet. Generate without `assistant=`."
         )
-    if mixers := sorted({type(module).__name__ for module in model.modules()} & set(NOT_TOKENWISE)):
+    for layer in {type(module).__name__ for module in model.modules()} & set(NOT_TOKENWISE):
         raise ValueError(
-            f"the {role} {name} reads several tokens at once in another way than one by one: {mixers[0]}: "
-            f"{NOT_TOKENWISE[mixers[0]]}. Generate without `assistant=`."
+            f"the {role} {name} cannot read several draft tokens in one pass ({layer}: {NOT_TOKENWISE[layer]}). "
+            "Generate without `assistant=`."
         )
 
 
-def check_positions(
-    model: PreTrainedModel, positions: list[int], num_columns: int, is_padded: bool, max_new_tokens: int
-) -> None:
+def check_positions(model: PreTrainedModel, positions: list[int], num_columns: int, max_new_tokens: int) -> None:
     """Raises `ValueError` if reading several tokens in one pass would change what their positions mean.
 
     Args:
         positions: of each row's first new token.
         num_columns (`int`): tokens of the prompts, padding included.
-        is_padded (`bool`): the prompts hold padding, which the cache of this package leaves out.
     """
     name = type(model).__name__
-    if is_padded and "position_ids" not in inspect.signature(model.forward).parameters:
-        raise ValueError(
-            f"{name} takes no position_ids and counts padding as text. Pass the prompt without padding, or leave out "
-            "`assistant`."
-        )
     window = getattr(model.config.get_text_config(decoder=True), "keep_window_size", None)
     if window is not None and num_columns + max_new_tokens > window:
         raise ValueError(
-            f"{name} picks which {window} tokens it attends to where a text is longer, and equal ranks fall differently in "
-            f"a pass over several tokens; this text may reach {num_columns + max_new_tokens}. Generate fewer tokens, or "
-            "without `assistant=`."
+            f"{name} picks which {window} tokens it attends to where a text is longer, and equal ranks fall "
+            f"differently in a pass over several tokens; this text may reach {num_columns + max_new_tokens}. Generate "
+            "fewer tokens, or without `assistant=`."
         )
     end = max(positions) + max_new_tokens - 1  # the last token emitted is never read
     for kind, limit in changing_rope(model):
         if end > limit and not (kind == "longrope" and min(positions) > limit):
             raise ValueError(
-                f"{name} changes its rotary embedding ({kind!r}) when a text grows beyond {limit} tokens, and this one may "
-                f"reach {end}: a pass over several tokens would mix both. Generate fewer tokens, or without `assistant=`."
+                f"{name} changes its rotary embedding ({kind!r}) when a text grows beyond {limit} tokens, and this one "
+                f"may reach {end}: a pass over several tokens would mix both. Generate fewer tokens, or without "
+                "`assistant=`."
             )
 
 
 def changing_rope(model: PreTrainedModel) -> Iterator[tuple[str, int]]:
-    """Rotary embeddings of the model that depend on the longest position of a pass: type, and the last length before."""
+    """Rotary embeddings that depend on the longest position of a pass: their type, and the last length before."""
     for module in model.modules():
         rope_types = getattr(module, "rope_type", None)
         if not isinstance(rope_types, dict):

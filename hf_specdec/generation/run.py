@@ -146,7 +146,8 @@ class Run:
     def is_over(self) -> bool:
         if any(row.finished_at is None for row in self.all_rows):
             return False
-        return self.pads_finished or all(row.num_emitted >= self.num_steps for row in self.all_rows)
+        num_steps = self.num_steps  # once, not once a row
+        return self.pads_finished or all(row.num_emitted >= num_steps for row in self.all_rows)
 
     def ids_until(self, num_emitted: int) -> torch.LongTensor:
         """`generate`'s ids `(B_all, prompt + num_emitted)` for a user's own objects; contiguous, as there."""
@@ -224,8 +225,9 @@ class Run:
     def finish_statistics(self, total_seconds: float) -> None:
         self.stopwatch.collect(wait=True)
         statistics = self.statistics
+        num_steps = self.num_steps
         for row in self.all_rows:  # rows may have run past the last step of the batch
-            del row.drafted_mask[self.num_steps :]
+            del row.drafted_mask[num_steps:]
         statistics.num_emitted = sum(len(row.drafted_mask) for row in self.all_rows)
         statistics.target_seconds = self.stopwatch.seconds.get("target", 0.0)
         statistics.drafter_seconds = self.stopwatch.seconds.get("drafter", 0.0)

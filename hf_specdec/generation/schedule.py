@@ -47,11 +47,14 @@ class DraftLength:
         is_auto = num_draft_tokens == "auto"
         if not is_auto and (not isinstance(num_draft_tokens, int) or num_draft_tokens < 1):
             raise ValueError(
-                f"`num_draft_tokens` is {num_draft_tokens!r}; expected an int of at least 1 or 'auto' (to decode "
-                "without drafts leave out the assistant)."
+                f"`num_draft_tokens` is {num_draft_tokens!r}; expected an int of at least 1 or 'auto' "
+                "(`num_assistant_tokens` of `generate`; to decode without drafts leave out the assistant)."
             )
         if schedule not in SCHEDULES:
-            raise ValueError(f"`schedule` is {schedule!r}; expected one of {', '.join(map(repr, SCHEDULES))}.")
+            raise ValueError(
+                f"`schedule` is {schedule!r}; expected one of {', '.join(map(repr, SCHEDULES))} "
+                "(`num_assistant_tokens_schedule` of `generate`)."
+            )
         if not isinstance(initial, int) or initial < 1:
             raise ValueError(f"`initial` is {initial!r}; expected an int of at least 1.")
         self._num_draft_tokens = min(initial, self.MAX_AUTO) if is_auto else num_draft_tokens

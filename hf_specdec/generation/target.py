@@ -89,7 +89,7 @@ class Target(CachedModel):
             num_drafts = tree.num_nodes
             input_ids = torch.cat([input_ids, tree.tokens.clamp(min=0)], dim=1)
             model_kwargs = self.model._update_model_kwargs_for_generation(
-                {}, dict(model_kwargs), num_new_tokens=num_drafts
+                {}, dict(model_kwargs), is_encoder_decoder=False, num_new_tokens=num_drafts
             )
             if "logits_to_keep" in model_kwargs:
                 model_kwargs["logits_to_keep"] += num_drafts
@@ -126,16 +126,21 @@ class Target(CachedModel):
         has_gaps = any(len(columns) and self.num_columns - columns[0] != len(columns) for columns in self.columns)
         if has_gaps and any(attention_kinds(self.model).values()):
             raise ValueError(
-                f"`attention_mask` has padding after a row's first token, and {type(self.model).__name__} has a sliding "
-                "window, which counts that padding too. Begin with the whole text, padded on the left, and no cache from "
-                "an earlier turn, or leave out `assistant`."
+                f"`attention_mask` has padding after a row's first token, and {type(self.model).__name__} has a "
+                "sliding window, which counts that padding too. Begin with the whole text, padded on the left, and no "
+                "cache from an earlier turn, or leave out `assistant`."
             )
 
     def _learn_inputs(self, input_ids: torch.LongTensor, outputs: Any, model_kwargs: dict[str, Any], run: Run) -> None:
         """Asks `generate`'s own code what the next step's inputs would be: positions, and keywords for every pass."""
-        kwargs = self.model._update_model_kwargs_for_generation(outputs, dict(model_kwargs))
+        kwargs = self.model._update_model_kwargs_for_generation(outputs, dict(model_kwargs), is_encoder_decoder=False)
         ids = torch.cat([input_ids, input_ids.new_zeros(len(input_ids), 1)], dim=1)
         inputs = self.model.prepare_inputs_for_generation(ids, next_sequence_length=1, **kwargs)
+        if inputs.get("input_ids") is None or inputs["input_ids"].shape[1] != 1:
+            raise ValueError(
+                f"{type(self.model).__name__} reads the whole text again for every token; generate without "
+                "`assistant=`."
+            )
         self.extra_inputs = {
             name: value for name, value in inputs.items() if name not in OWN_INPUTS and value is not None
         }
@@ -151,13 +156,21 @@ class Target(CachedModel):
                 f"{type(self.model).__name__} uses {positions.ndim}D position ids, which speculative decoding does "
                 "not support yet; generate without `assistant=`."
             )
+        self.num_slots = self.num_columns + run.max_new_tokens
+        is_padded = any(len(columns) < self.num_columns for columns in self.columns)
         if positions is None:
+            # The model counts them itself. Told them anyway, it does the same only if differences are all that matters.
+            if self.takes_positions and not any(hasattr(module, "rope_type") for module in self.model.modules()):
+                raise ValueError(
+                    f"{type(self.model).__name__} counts positions in its own way, one token at a time; generate "
+                    "without `assistant=`."
+                )
             positions = torch.full((1, 1), self.num_columns)
         positions = positions[:, -1].expand(len(self.columns)).tolist()
-        is_padded = any(len(columns) < self.num_columns for columns in self.columns)
-        check_positions(self.model, positions, self.num_columns, is_padded, run.max_new_tokens)
         if is_padded or len(positions) > 1:
-            self.check_slots(self.num_columns + run.max_new_tokens)
+            self.check_slots(self.num_slots)
+            self.check_takes_positions()
+        check_positions(self.model, positions, self.num_columns, run.max_new_tokens)
         self.position_shift = [position - len(columns) for position, columns in zip(positions, self.columns)]
         # The last token emitted is never read.
         self.last_positions = [position + run.max_new_tokens - 2 for position in positions]

@@ -79,7 +79,7 @@ def verify(run: Run, tree: CandidateTree | None, logits: torch.Tensor, record: R
                 if node is not None:
                     walked[place].append(node)
             going = [(place, node) for place, node in zip(group, found) if run.is_live(run.rows[place])]
-            if run.is_over or any(node is None for _, node in going):
+            if any(node is None for _, node in going) or run.is_over:
                 break  # rows in lockstep wait for the one whose drafts have run out
             group = [place for place, _ in going]
 

@@ -1,4 +1,4 @@
-"""Caches: what comes back can be passed into a second turn, a user's own is filled in place, others get a clear error."""
+"""Caches: one that comes back goes into a second turn, a user's own is filled in place, others get a clear error."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from conftest import OracleDrafter, ragged_batch, real_rows, tiny_llama
 from transformers import DynamicCache, MistralConfig, MistralForCausalLM, StaticCache
 
 import hf_specdec
+from hf_specdec.generation.cache import CACHE_NAME
 
 NUM_NEW = 12
 ONE, RAGGED = (9,), (5, 11, 3)
@@ -78,23 +79,23 @@ def test_second_turn_from_a_returned_cache(model, lengths, oracle, with_eos):
     ends = list(map(len, first[0].speculation.drafted_mask))
     turn = second_turn(plain.sequences, inputs, ends)
     for output in first:
-        assert_same_cache(output.past_key_values, plain.past_key_values, turn["attention_mask"].bool())
-    expected = model.generate(**turn, **kwargs, past_key_values=plain.past_key_values)
+        assert_same_cache(output[CACHE_NAME], plain[CACHE_NAME], turn["attention_mask"].bool())
+    expected = model.generate(**turn, **kwargs, **{CACHE_NAME: plain[CACHE_NAME]})
     # Plain `generate` goes on with our cache ...
-    got = model.generate(**turn, **kwargs, past_key_values=first[0].past_key_values)
+    got = model.generate(**turn, **kwargs, **{CACHE_NAME: first[0][CACHE_NAME]})
     assert got.sequences.tolist() == expected.sequences.tolist()
     # ... and so do we.
     mask = torch.nn.functional.pad(turn["attention_mask"], (0, NUM_NEW), value=1).bool()
     drafts = OracleDrafter([row[keep].tolist() for row, keep in zip(expected.sequences, mask)], *oracle)
     if len(set(ends)) > 1 and model.config.model_type == "mistral":
-        with pytest.raises(ValueError, match="padding after a row's first token.*no cache from an earlier turn"):
-            model.generate(**turn, **kwargs, past_key_values=first[1].past_key_values, assistant=drafts)
+        with pytest.raises(ValueError, match=r"padding after a row's first token.*no cache from an earlier turn"):
+            model.generate(**turn, **kwargs, **{CACHE_NAME: first[1][CACHE_NAME]}, assistant=drafts)
         return
-    got = model.generate(**turn, **kwargs, past_key_values=first[1].past_key_values, assistant=drafts)
+    got = model.generate(**turn, **kwargs, **{CACHE_NAME: first[1][CACHE_NAME]}, assistant=drafts)
     assert got.sequences.tolist() == expected.sequences.tolist()
-    assert got.past_key_values is first[1].past_key_values
+    assert got[CACHE_NAME] is first[1][CACHE_NAME]
     assert got.speculation.num_accepted > 0
-    assert_same_cache(got.past_key_values, expected.past_key_values, mask)
+    assert_same_cache(got[CACHE_NAME], expected[CACHE_NAME], mask)
 
 
 @pytest.mark.parametrize("branches", [1, 3])
@@ -105,10 +106,10 @@ def test_second_turn_with_the_new_tokens_alone(model, branches):
     plain = model.generate(**inputs, **kwargs)
     ours = model.generate(**inputs, **kwargs, assistant=OracleDrafter(plain.sequences.tolist(), 0.8, branches))
     turn = second_turn(plain.sequences, inputs)
-    turn["input_ids"] = turn["input_ids"][:, plain.past_key_values.get_seq_length() :]
-    expected = model.generate(**turn, **kwargs, past_key_values=plain.past_key_values)
+    turn["input_ids"] = turn["input_ids"][:, plain[CACHE_NAME].get_seq_length() :]
+    expected = model.generate(**turn, **kwargs, **{CACHE_NAME: plain[CACHE_NAME]})
     drafts = OracleDrafter(expected.sequences.tolist(), 0.8, branches)
-    got = model.generate(**turn, **kwargs, past_key_values=ours.past_key_values, assistant=drafts)
+    got = model.generate(**turn, **kwargs, **{CACHE_NAME: ours[CACHE_NAME]}, assistant=drafts)
     assert got.sequences.tolist() == expected.sequences.tolist()
     assert got.speculation.num_accepted > 0
 
@@ -127,11 +128,11 @@ def test_three_turns(model, assistant, lengths):
                 max_new_tokens=6,
                 pad_token_id=0,
                 return_dict_in_generate=True,
-                past_key_values=caches[name],
+                **{CACHE_NAME: caches[name]},
                 assistant=assistant if name == "ours" else None,
             )
             turns[name] = second_turn(outputs[name].sequences, inputs)
-            caches[name] = outputs[name].past_key_values
+            caches[name] = outputs[name][CACHE_NAME]
         assert outputs["ours"].sequences.tolist() == outputs["plain"].sequences.tolist()
 
 
@@ -141,9 +142,9 @@ def test_own_cache_is_filled_in_place(model, lengths, oracle, with_config):
     inputs = ragged_batch(lengths)
     plain, ours = (DynamicCache(config=model.config) if with_config else DynamicCache() for _ in range(2))
     kwargs = {"max_new_tokens": NUM_NEW, "pad_token_id": 0}
-    expected = model.generate(**inputs, **kwargs, past_key_values=plain)
+    expected = model.generate(**inputs, **kwargs, **{CACHE_NAME: plain})
     drafts = OracleDrafter(real_rows(expected, inputs), *oracle)
-    got = model.generate(**inputs, **kwargs, past_key_values=ours, assistant=drafts)
+    got = model.generate(**inputs, **kwargs, **{CACHE_NAME: ours}, assistant=drafts)
     assert got.tolist() == expected.tolist()
     mask = torch.nn.functional.pad(inputs["attention_mask"], (0, NUM_NEW), value=1).bool()
     assert_same_cache(ours, plain, mask)
@@ -155,9 +156,9 @@ def test_a_prompt_read_before(model):
     expected = model.generate(**inputs, max_new_tokens=NUM_NEW, pad_token_id=0)
     for num_read in (1, 8):
         cache = DynamicCache(config=model.config)
-        model(inputs["input_ids"][:, :num_read], past_key_values=cache)
+        model(inputs["input_ids"][:, :num_read], **{CACHE_NAME: cache})
         drafts = OracleDrafter(expected.tolist(), 0.8)
-        got = model.generate(**inputs, max_new_tokens=NUM_NEW, pad_token_id=0, past_key_values=cache, assistant=drafts)
+        got = model.generate(**inputs, max_new_tokens=NUM_NEW, pad_token_id=0, **{CACHE_NAME: cache}, assistant=drafts)
         assert got.tolist() == expected.tolist()
         assert cache.get_seq_length() == expected.shape[1] - 1
 
@@ -172,7 +173,7 @@ def test_other_implementations_get_an_error(model, implementation):
 
 def test_quantized_cache_gets_an_error(model):
     """transformers makes the cache before it calls us, and asks for its backend first where that is not installed."""
-    with pytest.raises((ValueError, ImportError), match="(?i)quantized|quanto"):
+    with pytest.raises((ValueError, ImportError), match=r"(?i)quantized|quanto"):
         model.generate(
             **ragged_batch(ONE), max_new_tokens=3, cache_implementation="quantized", assistant="prompt_lookup"
         )
@@ -184,15 +185,15 @@ def test_dynamic_implementation_works(model, same_text):
 
 def test_own_cache_of_another_kind_gets_an_error(model):
     cache = StaticCache(config=model.config, max_cache_len=64)
-    with pytest.raises(ValueError, match=r"`past_key_values` is a StaticCache.*DynamicCache\(config=model.config\)"):
-        model.generate(**ragged_batch(ONE), max_new_tokens=3, past_key_values=cache, assistant="prompt_lookup")
+    with pytest.raises(ValueError, match=r"is a StaticCache.*DynamicCache\(config=model.config\)"):
+        model.generate(**ragged_batch(ONE), max_new_tokens=3, **{CACHE_NAME: cache}, assistant="prompt_lookup")
 
 
 def test_own_offloaded_cache_gets_an_error(model):
     cache = DynamicCache(config=model.config)
     cache.offloading = True
     with pytest.raises(ValueError, match="offloaded DynamicCache"):
-        model.generate(**ragged_batch(ONE), max_new_tokens=3, past_key_values=cache, assistant="prompt_lookup")
+        model.generate(**ragged_batch(ONE), max_new_tokens=3, **{CACHE_NAME: cache}, assistant="prompt_lookup")
 
 
 @pytest.mark.parametrize("lengths", [ONE, RAGGED])

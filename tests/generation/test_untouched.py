@@ -1,4 +1,4 @@
-"""Nothing of either model is changed by a call, however it ends; nor is the random state, but as plain `generate` does."""
+"""A call changes nothing of either model, however it ends, and the random state only as plain `generate` does."""
 
 from __future__ import annotations
 
