@@ -11,8 +11,8 @@ import inspect
 from dataclasses import dataclass, field
 
 import torch
-from transformers import GenerationMixin
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+from transformers import GenerationMixin, cache_utils
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicSlidingWindowLayer
 
 # The name of the cache among a model's inputs and outputs: `cache` since transformers 5.24, `past_key_values` before.
 CACHE_NAME = (
@@ -141,7 +141,7 @@ class RaggedCache(Cache):
         for layer in source.layers:
             mine = RaggedLayer(self)
             self.layers.append(mine)
-            if not layer.is_initialized:
+            if layer.keys is None:  # a layer that shares the keys of another one
                 continue
             first = layer.get_seq_length() - layer.keys.shape[2]  # columns that the layer no longer has
             mine.lazy_initialization(layer.keys, layer.values)
@@ -190,4 +190,9 @@ def check_source(cache: Cache | None, model_name: str) -> None:
         )
 
 
-SUPPORTED_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
+# Later versions fill the places of layers without keys of their own with a DummyLayer.
+SUPPORTED_LAYERS = tuple(
+    getattr(cache_utils, name)
+    for name in ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")
+    if hasattr(cache_utils, name)
+)

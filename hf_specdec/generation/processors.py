@@ -81,7 +81,8 @@ class Processors:
         scores = torch.empty_like(logits)
         for length in sorted(set(lengths.flatten().tolist())):
             rows, nodes = (lengths == length).nonzero(as_tuple=True)
-            processors = LogitsProcessorList(for_rows(p, [run.rows[row].index for row in rows]) for p in self.processors)
+            indices = [run.rows[row].index for row in rows]
+            processors = LogitsProcessorList(for_rows(processor, indices) for processor in self.processors)
             rows, nodes = rows.to(logits.device), nodes.to(logits.device)
             scores[rows, nodes] = processors(ids[rows, nodes, :length], logits[rows, nodes])
         return scores

@@ -91,7 +91,7 @@ class Run:
 
         pad = generation_config._pad_token_tensor
         self.sequences = input_ids.new_full(
-            (self.num_rows, stopping_criteria.max_length), 0 if pad is None else int(pad)
+            (self.num_rows, stopping_criteria.max_length), 0 if pad is None else int(pad), dtype=torch.long
         )
         self.sequences[:, : self.num_columns] = input_ids
 

@@ -101,7 +101,7 @@ class Target(CachedModel):
         check_source(self.source, type(self.model).__name__)
         self.num_columns = self.source.get_seq_length() - num_drafts  # may exceed the prompt: soft prompts
         self.columns = self._columns(prompt_kwargs.get("attention_mask"), len(input_ids))
-        self._check_windows()
+        self._check_windows(self.num_columns + run.max_new_tokens)
         drafted = torch.arange(self.num_columns, self.num_columns + num_drafts)
         # The prefill's block is the prompt's last token and the drafts, as later the last emitted token and the drafts.
         self.lengths = [len(columns) - 1 for columns in self.columns]
@@ -121,10 +121,11 @@ class Target(CachedModel):
         is_token = torch.nn.functional.pad(is_token, (self.num_columns - is_token.shape[1], 0), value=True)
         return [row.nonzero()[:, 0] for row in is_token]
 
-    def _check_windows(self) -> None:
-        """Raises `ValueError` where a window counts padding that the ragged cache would close up."""
+    def _check_windows(self, num_columns: int) -> None:
+        """Raises `ValueError` where a window, shorter than the text, counts padding that the ragged cache closes up."""
         has_gaps = any(len(columns) and self.num_columns - columns[0] != len(columns) for columns in self.columns)
-        if has_gaps and any(attention_kinds(self.model).values()):
+        windows = [size for size in attention_kinds(self.model).values() if size is not None]
+        if has_gaps and windows and min(windows) < num_columns:
             raise ValueError(
                 f"`attention_mask` has padding after a row's first token, and {type(self.model).__name__} has a "
                 "sliding window, which counts that padding too. Begin with the whole text, padded on the left, and no "

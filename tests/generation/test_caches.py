@@ -19,7 +19,7 @@ CASES = [
 ]
 
 
-def make_model(name: str):
+def make_model(name: str, sliding_window: int = 8):
     if name == "llama":
         return tiny_llama(2, seed=3, initializer_range=0.5)
     torch.manual_seed(3)
@@ -33,7 +33,7 @@ def make_model(name: str):
         initializer_range=0.5,
         pad_token_id=0,
         eos_token_id=None,
-        sliding_window=8,
+        sliding_window=sliding_window,
     )
     return MistralForCausalLM(config).eval()
 
@@ -96,6 +96,15 @@ def test_second_turn_from_a_returned_cache(model, lengths, oracle, with_eos):
     assert got[CACHE_NAME] is first[1][CACHE_NAME]
     assert got.speculation.num_accepted > 0
     assert_same_cache(got[CACHE_NAME], expected[CACHE_NAME], mask)
+
+
+def test_padding_in_the_middle_of_a_window_that_holds_the_whole_text(same_text):
+    model = make_model("mistral", sliding_window=64)
+    inputs = ragged_batch((9, 9))
+    inputs["attention_mask"][1, 3:6] = 0
+    same_text(model, inputs, oracle=(0.8, 3), max_new_tokens=NUM_NEW)
+    with pytest.raises(ValueError, match="has a sliding window, which counts that padding too"):
+        make_model("mistral").generate(**inputs, max_new_tokens=NUM_NEW, assistant="prompt_lookup")
 
 
 @pytest.mark.parametrize("branches", [1, 3])

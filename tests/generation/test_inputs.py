@@ -110,6 +110,44 @@ def test_own_position_ids(target, same_text, lengths, oracle):
     same_text(target, inputs, oracle=oracle, max_new_tokens=NUM_NEW)
 
 
+@pytest.mark.parametrize("oracle", ORACLES.values(), ids=ORACLES)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.float32])
+def test_dtypes_of_ids_and_mask(target, oracle, dtype):
+    inputs = ragged_batch(RAGGED)
+    name = "input_ids" if dtype == torch.int32 else "attention_mask"
+    inputs[name] = inputs[name].to(dtype)
+    expected = target.generate(**inputs, max_new_tokens=NUM_NEW, pad_token_id=0)
+    drafts = OracleDrafter(real_rows(expected, inputs), *oracle)
+    got = target.generate(**inputs, max_new_tokens=NUM_NEW, pad_token_id=0, assistant=drafts)
+    assert got.tolist() == expected.tolist()
+    assert got.dtype == expected.dtype
+
+
+def test_inference_mode(target, same_text):
+    with torch.inference_mode():
+        same_text(target, ragged_batch(RAGGED), early_layers(target, 1), max_new_tokens=NUM_NEW, do_sample=True)
+
+
+def test_draft_length_from_the_generation_config(target):
+    model = copy.deepcopy(target)
+    lengths = []
+    for name, assistant in (
+        ("num_assistant_tokens", OracleDrafter([], 1.0)),
+        ("prompt_lookup_num_tokens", hf_specdec.PromptLookup(min_ngram_size=1)),
+    ):
+        setattr(model.generation_config, name, 3)
+        for given in ({}, {name: 2}):
+            output = model.generate(
+                torch.tensor([[5, 6, 7, 5, 6, 7, 5]]),
+                max_new_tokens=NUM_NEW,
+                assistant=assistant,
+                return_dict_in_generate=True,
+                **given,
+            )
+            lengths.append(len(output.speculation.drafted_per_depth))
+    assert lengths == [3, 2, 3, 2], "what is given to `generate` wins over the config"
+
+
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_several_sequences_for_a_prompt(target, same_text, do_sample):
     if do_sample:

@@ -119,6 +119,16 @@ def test_only_what_was_asked_for(name):
     assert torch.equal(model.generate(**inputs, **kwargs, assistant="prompt_lookup"), plain.sequences)
 
 
+def test_attentions_need_eager_attention_as_with_plain_generate():
+    model, inputs = tiny_llama(1, attn_implementation="sdpa"), ragged_batch(ONE)
+    messages = []
+    for assistant in (None, "prompt_lookup"):
+        with pytest.raises(ValueError, match="attn_implementation") as caught:
+            model.generate(**inputs, **EVERYTHING, assistant=assistant)
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1]
+
+
 @pytest.mark.parametrize("branches", [1, 3])
 def test_outputs_of_a_cold_start(branches):
     """One token of prompt; hidden states at step 0 are the prompt's."""

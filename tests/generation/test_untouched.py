@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -215,6 +216,20 @@ def test_a_generator_serves_several_calls(models):
             got = target.generate(**ragged_batch(lengths), **kwargs, assistant=generator)
             assert got.tolist() == expected.tolist()
         assert vars(generator) == before
+
+
+def test_calls_at_once(models):
+    """One target, one generator, several threads."""
+    target, drafter = models
+    generator = hf_specdec.DraftModel(drafter)
+    kwargs = {"max_new_tokens": NUM_NEW, "pad_token_id": 0}
+    expected = {lengths: target.generate(**ragged_batch(lengths), **kwargs).tolist() for lengths in (ONE, RAGGED)}
+
+    def call(lengths) -> bool:
+        return target.generate(**ragged_batch(lengths), **kwargs, assistant=generator).tolist() == expected[lengths]
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(call, [ONE, RAGGED] * 4))
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
