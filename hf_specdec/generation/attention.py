@@ -79,10 +79,15 @@ def slot_limit(model: PreTrainedModel) -> float:
     return config.floor_scale - 1 if scales_by_place else math.inf
 
 
+def decoder_model(model: PreTrainedModel) -> PreTrainedModel:
+    """The decoder inside the model; the model itself where transformers finds none."""
+    decoder = model.get_decoder()
+    return decoder if isinstance(decoder, PreTrainedModel) else model
+
+
 def decoder_module(model: PreTrainedModel) -> ModuleType:
     """The Python module that defines the model's decoder, and with it how masks are made."""
-    decoder = model.get_decoder()
-    return sys.modules[type(decoder if isinstance(decoder, PreTrainedModel) else model).__module__]
+    return sys.modules[type(decoder_model(model)).__module__]
 
 
 def is_window_table(buffer: torch.Tensor) -> bool:
@@ -129,17 +134,30 @@ def explicit_mask(
 
 @contextmanager
 def masked_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, the model runs an attention implementation that takes explicit masks; afterwards its own again."""
-    before = model.config._attn_implementation
+    """Inside, the decoder runs an attention implementation that takes explicit masks; afterwards its own again.
+
+    Raises: `ValueError` if it cannot be switched.
+    """
+    config = model.config.get_text_config(decoder=True)
+    before = config._attn_implementation
     if before in EXPLICIT_MASK_IMPLEMENTATIONS:
         yield
         return
+    name = type(model).__name__
+    decoder = decoder_model(model)
+    instead = "sdpa" if decoder._supports_sdpa else "eager"
+    if not decoder._can_set_attn_implementation():
+        raise ValueError(
+            f"`attn_implementation={before!r}` takes no explicit masks, which batches and trees need, and {name} "
+            f"cannot switch it. Load the model with `attn_implementation={instead!r}`, or generate one row at a time "
+            "with a chain drafter."
+        )
     logger.warning_once(
         f"`attn_implementation={before!r}` takes no explicit masks, which batches and trees need: "
-        f"{type(model).__name__} runs 'sdpa' during this call and {before!r} again afterwards."
+        f"{name} runs {instead!r} during this call and {before!r} again afterwards."
     )
-    model.set_attn_implementation("sdpa")
+    config._attn_implementation_internal = instead  # of the decoder alone: an image encoder keeps its own
     try:
         yield
     finally:
-        model.set_attn_implementation(before)
+        config._attn_implementation_internal = before

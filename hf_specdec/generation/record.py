@@ -75,15 +75,16 @@ class Record:
                 if step == 0:
                     self.hidden_states[:] = [self.outputs.hidden_states]
                 else:
-                    states = [layer[place, query, None] for layer in self.outputs.hidden_states]
-                    _put_layers(self.hidden_states, step, run.num_rows, row.index, states)
+                    # Rows are the third dimension from the end: Gemma 3n has several streams before it.
+                    states = [layer[..., place, query, None, :] for layer in self.outputs.hidden_states]
+                    _put_layers(self.hidden_states, step, run.num_rows, row.index, states, -3)
             if self.attentions is not None:
                 if step == 0:
                     self.attentions[:] = [self.outputs.attentions]
                 else:
                     weights = [self._in_columns(layer[place, :, query], layer_index, place, path, step)
                                for layer_index, layer in enumerate(self.outputs.attentions)]  # fmt: skip
-                    _put_layers(self.attentions, step, run.num_rows, row.index, weights)
+                    _put_layers(self.attentions, step, run.num_rows, row.index, weights, 0)
         if self.scores is not None:
             run.scores = tuple(self.scores)
 
@@ -96,6 +97,9 @@ class Record:
         columns = torch.cat([prompt, torch.arange(target.num_columns, target.num_columns + len(slots) - len(prompt))])
         whole = weights.new_zeros(weights.shape[0], 1, target.num_columns + step)
         whole[:, 0, columns.to(whole.device)] = weights[:, slots]
+        # Layers without keys of their own come last; an earlier layer of the same kind tells their window.
+        kinds = getattr(target.model.config.get_text_config(decoder=True), "layer_types", None)
+        layer = layer if kinds is None else kinds.index(kinds[layer])
         window = getattr(target.source.layers[layer], "sliding_window", None)
         return whole if window is None else whole[..., -window:]
 
@@ -123,8 +127,8 @@ def _put(steps: list[torch.Tensor], step: int, num_rows: int, row: int, values: 
     steps[step][row] = values
 
 
-def _put_layers(steps: list[tuple], step: int, num_rows: int, row: int, layers: list[torch.Tensor]) -> None:
+def _put_layers(steps: list[tuple], step: int, num_rows: int, row: int, layers: list[torch.Tensor], dim: int) -> None:
     if len(steps) <= step:  # a row meets its steps one by one, so this is the next one
-        steps.append(tuple(values.new_zeros(num_rows, *values.shape) for values in layers))
+        steps.append(tuple(torch.stack([torch.zeros_like(values)] * num_rows, dim) for values in layers))
     for whole, values in zip(steps[step], layers):
-        whole[row] = values
+        whole.select(dim, row).copy_(values)

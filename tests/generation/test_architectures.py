@@ -8,7 +8,10 @@ import pytest
 import torch
 import transformers
 from conftest import VOCAB_SIZE, OracleDrafter, ragged_batch, real_rows
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import eager_mask, sdpa_mask
+from transformers.models.gpt_oss import modeling_gpt_oss
 
 NUM_TOKENS = 24
 WINDOW = 8  # shorter than the longest prompts, crossed by every row
@@ -177,6 +180,20 @@ def test_row_by_row(model):
         assert row or model.generate(**alone, **settings)[0].tolist() == texts[row]
 
 
+@pytest.mark.parametrize("name", ["Mistral", "Gemma3n", "Llama4", "Moshi", "DeepseekV3"])
+def test_hidden_states_and_attentions(name):
+    """Windows, chunks, layers that share keys, latent attention: the shapes and values of plain `generate`."""
+    model, inputs = tiny(name, "eager"), ragged_batch()
+    settings = {"max_new_tokens": 12, "pad_token_id": 0, "do_sample": False, "return_dict_in_generate": True}
+    settings |= {"output_hidden_states": True, "output_attentions": True}
+    expected = model.generate(**inputs, **settings)
+    drafter = OracleDrafter(real_rows(expected.sequences, inputs), 0.6, branches=3)
+    got = model.generate(**inputs, **settings, assistant=drafter)
+    for field in ("hidden_states", "attentions"):
+        for mine, plain in zip(got[field][1:], expected[field][1:], strict=True):
+            torch.testing.assert_close(mine, plain, atol=1e-4, rtol=1e-4)
+
+
 def refused(
     model: PreTrainedModel, message: str, inputs=None, branches: int = 1, num_tokens: int = 8, **kwargs
 ) -> None:
@@ -337,6 +354,28 @@ def test_encoder_decoder_is_refused(name):
     inputs = {"input_features": torch.randn(1, 8, 32)} if name == "Whisper" else ragged_batch((7,))
     model.get_decoder().register_forward_pre_hook(fail)
     refused(model, f"the target {type(model).__name__} is an encoder-decoder model", inputs)
+
+
+@pytest.mark.parametrize("name, instead", [("Gemma3", "sdpa"), ("GptOss", "eager")])
+def test_attention_implementation_without_explicit_masks_is_switched_for_the_call(same_text, name, instead):
+    function = sdpa_attention_forward if instead == "sdpa" else modeling_gpt_oss.eager_attention_forward
+    used = []
+
+    def own_attention(*args, **kwargs):
+        used.append("own")
+        return function(*args, **kwargs)
+
+    model = tiny(name, instead)
+    monitored = model.generate(**ragged_batch(), max_new_tokens=NUM_TOKENS, pad_token_id=0)
+    AttentionInterface.register("own", own_attention)
+    AttentionMaskInterface.register("own", sdpa_mask if instead == "sdpa" else eager_mask)
+    model.set_attn_implementation("own")
+    drafter = OracleDrafter(real_rows(monitored, ragged_batch()), branches=3)
+    got = model.generate(**ragged_batch(), max_new_tokens=NUM_TOKENS, pad_token_id=0, assistant=drafter)
+    assert got.tolist() == monitored.tolist() and not used
+    assert model.config._attn_implementation == "own"
+    same_text(model, ragged_batch((9,)), max_new_tokens=NUM_TOKENS, oracle=(0.6, 1))
+    assert used  # one row with a chain runs on it
 
 
 VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
