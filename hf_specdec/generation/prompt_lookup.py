@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
     from .run import Run
 
+NUM_DRAFT_TOKENS = 10
+# 8 copy-heavy prompts, SmolLM2-135M, 2 cores: 1.55 times plain `generate` with 3 drafts a row, 1.07 times with 10.
+CPU_TOKENS_PER_PASS = 32
 # Names under which configs keep the ids that stand for images, videos and sounds in a prompt: `image_token_id`,
 # `video_token_index`, `vision_start_token_id`, `boi_token_id`, ...
 _PLACEHOLDER = re.compile(r"(image|img|video|audio|vision|visual|speech|boi|eoi|boa|eoa).*token_(id|ids|index)$")
@@ -30,7 +33,8 @@ class PromptLookup(CandidateGenerator):
     extended by what it accepts, so a step costs the same for a prompt of 100 and of 100,000 tokens.
 
     Args:
-        num_draft_tokens (`int`): draft length when `generate` is given none.
+        num_draft_tokens (`int`, *optional*): draft length when `generate` is given none. Default: 10; on a CPU, where
+            every token of a pass costs, fewer for a batch: 32 tokens a pass over all rows.
         max_ngram_size (`int`): longest n-gram to match; `generate(..., max_matching_ngram_size=...)` overrides it.
         min_ngram_size (`int`, *optional*): shortest n-gram to match. Default: 1 on accelerators, where verifying 10
             tokens takes about as long as 1; 2 on a CPU, where it takes about twice as long and single tokens, whose
@@ -44,8 +48,11 @@ class PromptLookup(CandidateGenerator):
 
     length_settings = ("prompt_lookup_num_tokens", "num_assistant_tokens")
 
-    def __init__(self, num_draft_tokens: int = 10, max_ngram_size: int = 3, min_ngram_size: int | None = None) -> None:
-        _check_positive("num_draft_tokens", num_draft_tokens)
+    def __init__(
+        self, num_draft_tokens: int | None = None, max_ngram_size: int = 3, min_ngram_size: int | None = None
+    ) -> None:
+        if num_draft_tokens is not None:
+            _check_positive("num_draft_tokens", num_draft_tokens)
         _check_positive("max_ngram_size", max_ngram_size)
         if min_ngram_size is not None:
             _check_positive("min_ngram_size", min_ngram_size)
@@ -54,7 +61,8 @@ class PromptLookup(CandidateGenerator):
                     f"`min_ngram_size` is {min_ngram_size}; expected at most `max_ngram_size`, which is "
                     f"{max_ngram_size}: lower the one or raise the other."
                 )
-        self.default_num_draft_tokens = num_draft_tokens
+        self.default_num_draft_tokens = num_draft_tokens or NUM_DRAFT_TOKENS
+        self.has_own_length = num_draft_tokens is not None
         self.max_ngram_size = max_ngram_size
         self.min_ngram_size = min_ngram_size
 
@@ -74,6 +82,12 @@ class PromptLookup(CandidateGenerator):
                 index = NgramIndex(min(shortest, longest), longest)
                 index.extend(tokens)
             self._indexes.append(index)
+
+    def max_draft_tokens(self, run: Run) -> int | None:
+        was_asked = self.has_own_length or any(getattr(run.settings, name) for name in self.length_settings)
+        if was_asked or run.device.type != "cpu":
+            return None
+        return max(1, CPU_TOKENS_PER_PASS // len(run.rows) - 1)
 
     def propose(self, run: Run, num_draft_tokens: int) -> CandidateTree | None:
         drafts = []
