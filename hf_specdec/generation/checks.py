@@ -84,7 +84,8 @@ def check_decoder_only(model: PreTrainedModel, role: str) -> None:
     reasons += [why for (key, value), why in NOT_TOKENWISE_SETTINGS.items() if getattr(config, key, None) == value]
     if reasons:
         raise ValueError(
-            f"the {role} {name} cannot read several draft tokens in one pass: {reasons[0]}. Generate without `assistant=`."
+            f"the {role} {name} cannot read several draft tokens in one pass: {reasons[0]}. Generate without "
+            "`assistant=`."
         )
 
 
@@ -116,7 +117,7 @@ def check_positions(model: PreTrainedModel, positions: list[int], num_columns: i
 def changing_rope(model: PreTrainedModel) -> Iterator[tuple[str, int]]:
     """Rotary embeddings that depend on the longest position of a pass: their type, and the last length before."""
     for module in model.modules():
-        rope_types = getattr(module, "rope_type", None)
+        rope_types = vars(module).get("rope_type")
         if not isinstance(rope_types, dict):
             rope_types = {None: rope_types}
         for layer_type, rope_type in rope_types.items():

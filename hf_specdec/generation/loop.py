@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from .record import Record
 from .run import Run
 from .schedule import DraftLength
 from .target import Target
-from .tree import CandidateTree
+from .tree import NO_TOKEN, CandidateTree
 from .verification import verify
 
 
@@ -66,4 +67,10 @@ def draft(run: Run, num_draft_tokens: int) -> CandidateTree | None:
             '`assistant_sampling="rejection"` is defined for chains of draft tokens, but '
             f'{type(run.generator).__name__} proposed a tree. Use the default, "shared_noise".'
         )
-    return tree
+    tokens = tree.tokens.to(run.device)
+    if tree.is_chain and tree.num_nodes > num_draft_tokens:  # what is too long is of no use
+        tokens = tokens[:, :num_draft_tokens]
+        draft_probs = None if tree.draft_probs is None else tree.draft_probs[:, :num_draft_tokens]
+        tree = CandidateTree(tokens, draft_probs=draft_probs)
+    # An id that the target cannot emit is no guess at all.
+    return replace(tree, tokens=tokens.where((tokens >= 0) & (tokens < run.vocab_size), NO_TOKEN))

@@ -13,6 +13,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.models.gpt_oss import modeling_gpt_oss
 
+from hf_specdec.generation.checks import changing_rope
+
 NUM_TOKENS = 24
 WINDOW = 8  # shorter than the longest prompts, crossed by every row
 COMMON = {
@@ -180,6 +182,13 @@ def test_row_by_row(model):
         assert row or model.generate(**alone, **settings)[0].tolist() == texts[row]
 
 
+def test_as_its_own_draft_model(model):
+    """A drafter that is the target itself guesses right: its ragged cache holds what the target's holds."""
+    settings = {"max_new_tokens": NUM_TOKENS, "pad_token_id": 0, "do_sample": True, "top_k": 0}
+    output = model.generate(**ragged_batch(), **settings, assistant=model, return_dict_in_generate=True)
+    assert output.speculation.num_accepted >= 0.9 * output.speculation.num_drafted > 0
+
+
 @pytest.mark.parametrize("name", ["Mistral", "Gemma3n", "Llama4", "Moshi", "DeepseekV3"])
 def test_hidden_states_and_attentions(name):
     """Windows, chunks, layers that share keys, latent attention: the shapes and values of plain `generate`."""
@@ -276,6 +285,13 @@ def test_rotary_embedding_that_changes_with_the_length(same_text, name):
     same_text(model, ragged_batch((31, 35)), max_new_tokens=20, do_sample=True, top_k=0, oracle=(0.6, 3))
 
 
+def test_rotary_embedding_of_one_kind_of_layers():
+    long = LONG_ROPE | {"original_max_position_embeddings": 30, "factor": 4.0}
+    model = tiny("Gemma3", rope_parameters=ROPE_BY_LAYER | {"full_attention": long})
+    assert list(changing_rope(model)) == [("longrope", 30)]
+    assert not list(changing_rope(tiny("Gemma3")))
+
+
 def test_attention_scaled_by_the_length_of_the_cache(same_text):
     model = tiny("Llama4", floor_scale=16, attn_scale=0.5)
     same_text(model, ragged_batch((9,)), max_new_tokens=NUM_TOKENS, do_sample=True, top_k=0, oracle=(0.6, 1))
@@ -287,6 +303,32 @@ def test_attention_scaled_by_the_length_of_the_cache(same_text):
 def test_attention_that_picks_its_tokens():
     refused(tiny("Doge", keep_window_size=16), "picks which 16 tokens", ragged_batch((9,)))
     refused(tiny("Doge", is_moe=True, num_experts=4, num_experts_per_tok=2), "mixes the tokens of a pass")
+
+
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "Llama"])
+def test_positions_that_the_model_counts_itself(same_text, monkeypatch, name):
+    """Told them anyway, a model with rotary positions does the same; others may begin to count anywhere."""
+    model = tiny(name)
+    prepare = type(model).prepare_inputs_for_generation
+
+    def without_positions(self, *args, **kwargs):
+        inputs = prepare(self, *args, **kwargs)
+        return {name: value for name, value in inputs.items() if name != "position_ids"}
+
+    monkeypatch.setattr(type(model), "prepare_inputs_for_generation", without_positions)
+    if name == "Llama":
+        same_text(model, ragged_batch(), max_new_tokens=NUM_TOKENS, do_sample=True, top_k=0, oracle=(0.6, 3))
+    else:
+        refused(model, "counts positions in its own way")
+
+
+def test_model_that_takes_one_token_a_pass():
+    sizes = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "num_decoder_layers": 1, "num_decoder_attention_heads": 4}
+    sizes |= {"decoder_ffn_dim": 64, "is_encoder_decoder": False, "is_decoder": True, "add_cross_attention": False}
+    refused(tiny("ProphetNet", "eager", **sizes), "it reads one token a pass")
+    model = tiny("Llama")
+    model.config.recurrent_kv_cache_mode = "last_loop"
+    refused(model, "earlier loops see what the last loop made")
 
 
 def test_model_that_reads_the_whole_text_for_every_token():

@@ -29,10 +29,11 @@ WAYS_TO_CHOOSE = {
     },
 }
 BATCHES = {"one": (7,), "one_token": (1,), "ragged": (5, 11, 3, 17), "level": (6, 6)}
+CASES = [(choose, batch) for choose in WAYS_TO_CHOOSE for batch in ("one", "ragged")]
+CASES += [(choose, batch) for choose in ("greedy", "sample") for batch in ("one_token", "level")]
 
 
-@pytest.mark.parametrize("choose", WAYS_TO_CHOOSE)
-@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize(("choose", "batch"), CASES)
 @pytest.mark.parametrize("method", ["draft_model", "prompt_lookup", "chain", "tree", "always_wrong", "always_right"])
 def test_same_text(target, drafter, same_text, choose, batch, method):
     inputs = ragged_batch(BATCHES[batch])
@@ -106,3 +107,19 @@ def test_same_text_in_half_precision_up_to_near_ties(target, drafter):
     if len(differs):
         best = plain.logits[int(differs[0])][0].topk(2).values
         assert best[0] - best[1] <= 2**-7 * best[0].abs() * 4
+
+
+class Nonsense(hf_specdec.CandidateGenerator):
+    """Proposes ids that no model emits, and more of them than were asked for."""
+
+    def propose(self, run, num_draft_tokens):
+        return hf_specdec.CandidateTree(
+            torch.tensor([[run.vocab_size + 5, -7, 10**6, row[-1]] * 3 for row in run.tokens])
+        )
+
+
+@pytest.mark.parametrize("choose", ["greedy", "sample", "penalty"])
+def test_ids_outside_the_vocabulary_are_no_guess(target, same_text, choose):
+    for lengths in ((4,), (5, 9)):
+        output = same_text(target, ragged_batch(lengths), Nonsense(), max_new_tokens=12, **WAYS_TO_CHOOSE[choose])
+        assert output.speculation.num_accepted == 0
