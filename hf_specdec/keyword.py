@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
 from transformers import GenerationMixin
 
 from .generation.generate import speculative_decoding
+
+DRAFT_ARGUMENTS = [
+    name
+    for name, parameter in inspect.signature(speculative_decoding).parameters.items()
+    if parameter.kind is parameter.KEYWORD_ONLY and name != "tokenizer"
+]
 
 
 def install_keyword() -> None:
@@ -22,12 +29,16 @@ def install_keyword() -> None:
 def _with_assistant(generate):
     @functools.wraps(generate)
     def wrapper(self, *args: Any, **kwargs: Any):
-        if kwargs.get("assistant") is None:
-            kwargs.pop("assistant", None)
-        elif kwargs.get("assistant_model") is not None:
-            raise ValueError("`assistant` and `assistant_model` were both given; `assistant` takes draft models too.")
-        else:
+        has_other = kwargs.get("assistant_model") is not None
+        if kwargs.get("assistant") is not None:
+            if has_other:
+                raise ValueError(
+                    "`assistant` and `assistant_model` were both given; `assistant` takes draft models too."
+                )
             kwargs.setdefault("custom_generate", speculative_decoding)
+        elif "assistant" in kwargs:  # None: plain `generate`, whatever else was said of drafts
+            for name in ("assistant",) if has_other else DRAFT_ARGUMENTS:
+                kwargs.pop(name, None)
         return generate(self, *args, **kwargs)
 
     wrapper._takes_assistant = True

@@ -17,6 +17,8 @@ def register_method(name: str, candidates: Callable[[], CandidateGenerator]) -> 
     Raises:
         ValueError: if the name is taken.
     """
+    if not isinstance(name, str) or not callable(candidates):
+        raise ValueError(f"register_method got {name!r} and {candidates!r}; expected a string and a callable.")
     if name in METHODS:
         raise ValueError(f"a method named {name!r} is registered already; choose another name.")
     METHODS[name] = candidates

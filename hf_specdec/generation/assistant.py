@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import difflib
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,6 +44,10 @@ def as_candidate_generator(assistant: Any, run: Run) -> CandidateGenerator:
         return DraftModel(model)
     if isinstance(assistant, nn.Module) and hasattr(assistant, "generate"):
         return DraftModel(assistant)
+    if isinstance(assistant, type) and issubclass(assistant, CandidateGenerator):
+        raise ValueError(
+            f"`assistant` got the class {assistant.__name__}; pass an object of it: {assistant.__name__}()."
+        )
     raise ValueError(
         f"`assistant` got a {type(assistant).__name__}; it takes a causal language model, a Hub id or local folder, "
         f"one of {', '.join(map(repr, METHODS))}, or a CandidateGenerator."
@@ -68,9 +73,11 @@ def load_draft_model(name: str, target: PreTrainedModel, fallback_device: torch.
                 f"the weights of {name!r} are incomplete or damaged ({error}); delete the file and download it again."
             ) from error
         except OSError as error:
+            close = difflib.get_close_matches(name, METHODS, n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
             raise OSError(
                 f"`assistant` got {name!r}, which is neither one of {', '.join(map(repr, METHODS))} nor a model that "
-                f"can be loaded: {error}"
+                f"can be loaded.{hint} {error}"
             ) from error
         if loading["missing_keys"]:  # transformers fills them with random numbers
             raise OSError(

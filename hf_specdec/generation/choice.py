@@ -15,6 +15,7 @@ from .tree import NO_TOKEN, CandidateTree
 if TYPE_CHECKING:
     from .run import Run
 
+INVALID = -2  # the choice where there is no distribution to choose from
 NOISE_BYTES = 256 * 2**20  # draws kept ready; older ones are drawn again from their saved random state
 
 
@@ -110,7 +111,7 @@ class SharedNoise(Greedy):
             self.vocab_size = scores.shape[-1]
             self.states, self.draws = self.states[:1], OrderedDict()
         if tree is None:
-            return argmax(self.rank(scores, run, 0))
+            return pick(self.rank(scores, run, 0))
         max_depth = min(tree.depth, scores.shape[1] - 1)
         noise = torch.stack(
             [
@@ -121,7 +122,7 @@ class SharedNoise(Greedy):
         if not tree.is_chain:
             depths, _ = tree.visibility()
             noise = noise.gather(1, depths[..., None].expand(len(noise), -1, self.vocab_size))
-        return argmax(scores.softmax(-1) / noise)
+        return pick(scores.softmax(-1) / noise)
 
     def rank(self, scores: torch.Tensor, run: Run, offset: int) -> torch.Tensor:
         vocab_size = scores.shape[-1]
@@ -184,9 +185,15 @@ def argmax(scores: torch.Tensor) -> torch.LongTensor:
     return scores.max(-1).indices if scores.device.type == "cpu" else scores.argmax(-1)
 
 
+def pick(weights: torch.Tensor) -> torch.LongTensor:
+    """Index of the largest weight; `INVALID` where a weight is nan, for `torch.multinomial` refuses those."""
+    best = weights.max(-1)
+    return best.indices.masked_fill(best.values.isnan(), INVALID)
+
+
 def sample(weights: torch.Tensor) -> torch.LongTensor:
     """One index from the last dimension, with probability proportional to `weights`."""
-    return argmax(weights / torch.empty_like(weights).exponential_())
+    return pick(weights / torch.empty_like(weights).exponential_())
 
 
 def random_state(device: torch.device) -> torch.Tensor:

@@ -10,6 +10,7 @@ import itertools
 import math
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from .cache import GROWTH_ROOM
@@ -40,6 +41,11 @@ class DraftModel(CandidateGenerator):
     """
 
     def __init__(self, model: PreTrainedModel, num_draft_tokens: int = 5) -> None:
+        if not isinstance(model, nn.Module):
+            raise ValueError(
+                f"`model` is a {type(model).__name__}; DraftModel takes a loaded causal language model. A Hub id or "
+                'folder can be passed to `generate` itself: `assistant="user/name"`.'
+            )
         self.model = model
         self.default_num_draft_tokens = num_draft_tokens
 

@@ -55,6 +55,11 @@ def draft(run: Run, num_draft_tokens: int) -> CandidateTree | None:
     limit = run.generator.max_draft_tokens(run)
     num_draft_tokens = min(num_draft_tokens, run.num_wanted - 1, math.inf if limit is None else limit)
     tree = run.generator.propose(run, num_draft_tokens) if num_draft_tokens > 0 else None
+    if not isinstance(tree, CandidateTree | None):
+        raise ValueError(
+            f"`propose` of {type(run.generator).__name__} returned a {type(tree).__name__}; return a CandidateTree "
+            "(for lists of draft tokens, `CandidateTree.from_lists(lists, run.device)`) or None."
+        )
     if tree is None or tree.num_nodes == 0:
         return None
     if len(tree.tokens) != len(run.rows):

@@ -112,11 +112,9 @@ class Run:
         self.scores: tuple[torch.Tensor, ...] | None = None  # by step, for a user's criteria that look at them
 
     def _choice(self, do_sample: bool) -> Choice:
-        rule = self.settings.assistant_sampling
-        if rule not in ("shared_noise", "rejection"):
-            raise ValueError(f'`assistant_sampling` got {rule!r}; it takes "shared_noise" (default) or "rejection".')
         if not do_sample:
             return Greedy()
+        rule = self.settings.assistant_sampling
         return SharedNoise(self.num_rows, self.device, self.vocab_size) if rule == "shared_noise" else Rejection()
 
     @property

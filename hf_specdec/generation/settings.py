@@ -11,6 +11,13 @@ if TYPE_CHECKING:
     from .candidates import CandidateGenerator
 
 
+INTEGERS = {"num_assistant_tokens": ("auto",), "prompt_lookup_num_tokens": ("auto",), "max_matching_ngram_size": ()}
+CHOICES = {
+    "num_assistant_tokens_schedule": ("constant", "heuristic", "heuristic_transient"),
+    "assistant_sampling": ("shared_noise", "rejection"),
+}
+
+
 @dataclass
 class Settings:
     """What the user asked of the drafter; `None` where nothing was said. Names are those of `generate`."""
@@ -35,7 +42,28 @@ class Settings:
             value = getattr(generation_config, name, None)
             if getattr(self, name) is None and value is not None and value != unsaid.get(name):
                 given[name] = value
-        return replace(self, **given)
+        settings = replace(self, **given)
+        settings.validate()
+        return settings
+
+    def validate(self) -> None:
+        """Raises `ValueError` for a value that is not allowed."""
+        for name, words in INTEGERS.items():
+            value = getattr(self, name)
+            is_int = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+            if value is not None and value not in words and not is_int:
+                words = "".join(f" or {word!r}" for word in words)
+                raise ValueError(
+                    f"`{name}` is {value!r}; expected an int of at least 1{words}. To decode without drafts, pass "
+                    "`assistant=None`."
+                )
+        for name, words in CHOICES.items():
+            value = getattr(self, name)
+            if value is not None and value not in words:
+                raise ValueError(f"`{name}` is {value!r}; expected one of {', '.join(map(repr, words))}.")
+        threshold = self.assistant_confidence_threshold
+        if threshold is not None and not (isinstance(threshold, (int, float)) and 0 <= threshold <= 1):
+            raise ValueError(f"`assistant_confidence_threshold` is {threshold!r}; expected a probability, 0 to 1.")
 
     def draft_length(self, generator: CandidateGenerator) -> tuple[int | str, str, int]:
         """Arguments for `DraftLength`: the draft length asked for, its schedule, and where an adaptive one starts."""

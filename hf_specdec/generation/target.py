@@ -53,6 +53,12 @@ class Target(CachedModel):
         super().__init__(model, 0, run.exit_stack)
         if run.num_rows > 1:
             self.require_mask()
+        num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
+        if any(not 0 <= layer < num_layers for layer in run.generator.hidden_state_layers):
+            raise ValueError(
+                f"`hidden_state_layers` of {type(run.generator).__name__} is {run.generator.hidden_state_layers}; "
+                f"{type(model).__name__} has the layers 0 to {num_layers - 1}."
+            )
         self.generation_config = generation_config
 
     def drafts_with_prompt(self, run: Run, model_kwargs: dict[str, Any], record: Record) -> bool:

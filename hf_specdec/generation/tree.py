@@ -38,8 +38,21 @@ class CandidateTree:
     _visibility: tuple[torch.LongTensor, torch.BoolTensor] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
+        for name in ("tokens", "parents"):
+            value = getattr(self, name)
+            if name == "parents" and value is None:
+                continue
+            if not isinstance(value, torch.Tensor) or value.is_floating_point() or value.dtype == torch.bool:
+                kind = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
+                raise ValueError(f"`{name}` is a {kind}; expected a torch.LongTensor (or `CandidateTree.from_lists`).")
+            setattr(self, name, value.long())
         if self.tokens.ndim != 2:
             raise ValueError(f"`tokens` has shape {tuple(self.tokens.shape)}; expected (rows, nodes).")
+        if self.draft_probs is not None and self.draft_probs.shape[:2] != self.tokens.shape:
+            raise ValueError(
+                f"`draft_probs` has shape {tuple(self.draft_probs.shape)}; expected "
+                f"{(*self.tokens.shape, 'vocabulary')}, a distribution for each draft token."
+            )
         if self.parents is not None and self.parents.shape not in (self.tokens.shape, self.tokens.shape[1:]):
             raise ValueError(
                 f"`parents` has shape {tuple(self.parents.shape)}; expected {tuple(self.tokens.shape)} or "
@@ -47,7 +60,14 @@ class CandidateTree:
             )
         if self.is_chain:
             self.depth = self.num_nodes
-        elif self.depth is None:
+            return
+        is_on_host = self.parents.device.type == "cpu"  # where looking at them costs no wait
+        if is_on_host and ((self.parents < ROOT) | (self.parents >= torch.arange(self.num_nodes))).any():
+            raise ValueError(
+                f"`parents` is {self.parents.tolist()}; each node's parent must be {ROOT} (the root) or a "
+                "node before it."
+            )
+        if self.depth is None or is_on_host:
             self.depth = int(self.visibility()[0].max())
 
     @classmethod

@@ -70,6 +70,12 @@ def verify(run: Run, tree: CandidateTree | None, logits: torch.Tensor, record: R
             else:
                 step_scores = None
                 picked = [picks[place][node + 1] for place, node in zip(group, here)]
+            if min(picked) < 0:
+                raise RuntimeError(
+                    "the scores of a token are nan, or all of them -inf: there is nothing to sample from (plain "
+                    "`generate` fails here too). Half precision may have overflowed, or a processor "
+                    "forbidden every token."
+                )
             found = [nodes_below[place].get(step) for place, step in zip(group, zip(here, picked))]
             if record.is_on:
                 paths = [walked[place] for place in group]
