@@ -130,13 +130,15 @@ class RaggedCache(Cache):
                 index = torch.tensor(rows, device=layer.keys.device)
                 layer.keys, layer.values = layer.keys[index], layer.values[index]
 
-    def load(self, source: Cache, columns: list[torch.LongTensor]) -> None:
+    def load(self, source: Cache, columns: list[torch.LongTensor], frees: bool) -> None:
         """Takes over what a prefill left in a cache of transformers' own, closing the holes that padding left.
 
         Args:
             source (`Cache`): a `DynamicCache`, full or sliding layers, in `generate`'s layout (padding on the left).
             columns: for each row the columns of `source` that hold its tokens, in order; row b's i-th goes to slot i.
                 A sliding layer has forgotten the first ones: their slots stay zero, no later query attends to them.
+            frees (`bool`): nobody needs `source` any more: its layers are emptied one by one, so that the prompt is
+                never held twice.
         """
         for layer in source.layers:
             mine = RaggedLayer(self)
@@ -151,6 +153,8 @@ class RaggedCache(Cache):
                 kept = (kept - first).to(layer.keys.device)
                 mine.keys[row, :, slots] = layer.keys[row].index_select(1, kept)
                 mine.values[row, :, slots] = layer.values[row].index_select(1, kept)
+            if frees:
+                layer.keys = layer.values = None
 
     def store(self, destination: Cache, columns: list[torch.LongTensor], num_columns: int) -> None:
         """The reverse of `load`: writes the rows back into a cache of transformers' own, in `generate`'s layout.

@@ -113,8 +113,9 @@ class Target(CachedModel):
         self.lengths = [len(columns) - 1 for columns in self.columns]
         longest = max(map(len, self.columns)) + num_drafts
         self.cache.capacity = longest + min(run.max_new_tokens, GROWTH_ROOM)
-        self.cache.load(self.source, [torch.cat([columns, drafted]) for columns in self.columns])
         self._learn_inputs(prompt_ids, outputs, prompt_kwargs, run)
+        slots = [torch.cat([columns, drafted]) for columns in self.columns]
+        self.cache.load(self.source, slots, frees=not run.keeps_cache)
         # Plain `generate` switches the experts of MoE models here as well.
         run.exit_stack.enter_context(self.model._optimize_model_for_decode())
         return outputs
