@@ -17,10 +17,13 @@ if TYPE_CHECKING:
 
     from .run import Run
 
-NUM_DRAFT_TOKENS = 10
+NUM_DRAFT_TOKENS = 15  # with the last verified token 16, and matrix kernels work in tiles of 16
 LONGEST_NGRAM = 32  # a longer match is found by its last 32 tokens
 # 8 copy-heavy prompts, SmolLM2-135M, 2 cores: 1.55 times plain `generate` with 3 drafts a row, 1.07 times with 10.
 CPU_TOKENS_PER_PASS = 32
+# Passes over 1, 3, 11 and 16 tokens take 44, 53, 97 and 87 ms there. Replayed on 78 greedy answers, 2 tokens for weak
+# matches give 1.55 times plain `generate`; no draft for single tokens 1.45, the full draft for every match 1.27 times.
+CPU_WEAK_DRAFT = 2
 # Names under which configs keep the ids that stand for images, videos and sounds in a prompt: `image_token_id`,
 # `video_token_index`, `vision_start_token_id`, `boi_token_id`, ...
 _PLACEHOLDER = re.compile(r"(image|img|video|audio|vision|visual|speech|boi|eoi|boa|eoa).*token_(id|ids|index)$")
@@ -34,12 +37,11 @@ class PromptLookup(CandidateGenerator):
     extended by what it accepts, so a step costs the same for a prompt of 100 and of 100,000 tokens.
 
     Args:
-        num_draft_tokens (`int`, *optional*): draft length when `generate` is given none. Default: 10; on a CPU, where
+        num_draft_tokens (`int`, *optional*): draft length when `generate` is given none. Default: 15; on a CPU, where
             every token of a pass costs, fewer for a batch: 32 tokens a pass over all rows.
-        max_ngram_size (`int`): longest n-gram to match; `generate(..., max_matching_ngram_size=...)` overrides it.
-        min_ngram_size (`int`, *optional*): shortest n-gram to match. Default: 1 on accelerators, where verifying 10
-            tokens takes about as long as 1; 2 on a CPU, where it takes about twice as long and single tokens, whose
-            drafts are rejected outright 3 times in 4, cost more than they bring.
+        max_ngram_size (`int`): longest n-gram to match; `generate(..., max_matching_ngram_size=...)` overrides it. On
+            a CPU a shorter match, which is often wrong, gets no more than 2 draft tokens.
+        min_ngram_size (`int`): shortest n-gram to match.
 
     Raises:
         ValueError: if a number is out of its range.
@@ -49,19 +51,16 @@ class PromptLookup(CandidateGenerator):
 
     length_settings = ("prompt_lookup_num_tokens", "num_assistant_tokens")
 
-    def __init__(
-        self, num_draft_tokens: int | None = None, max_ngram_size: int = 3, min_ngram_size: int | None = None
-    ) -> None:
+    def __init__(self, num_draft_tokens: int | None = None, max_ngram_size: int = 3, min_ngram_size: int = 1) -> None:
         if num_draft_tokens is not None:
             _check_positive("num_draft_tokens", num_draft_tokens)
         _check_positive("max_ngram_size", max_ngram_size)
-        if min_ngram_size is not None:
-            _check_positive("min_ngram_size", min_ngram_size)
-            if min_ngram_size > max_ngram_size:
-                raise ValueError(
-                    f"`min_ngram_size` is {min_ngram_size}; expected at most `max_ngram_size`, which is "
-                    f"{max_ngram_size}: lower the one or raise the other."
-                )
+        _check_positive("min_ngram_size", min_ngram_size)
+        if min_ngram_size > max_ngram_size:
+            raise ValueError(
+                f"`min_ngram_size` is {min_ngram_size}; expected at most `max_ngram_size`, which is {max_ngram_size}: "
+                "lower the one or raise the other."
+            )
         self.default_num_draft_tokens = num_draft_tokens or NUM_DRAFT_TOKENS
         self.has_own_length = num_draft_tokens is not None
         self.max_ngram_size = max_ngram_size
@@ -72,7 +71,7 @@ class PromptLookup(CandidateGenerator):
         if asked is not None:
             _check_positive("max_matching_ngram_size", asked)
         longest = min(self.max_ngram_size if asked is None else asked, LONGEST_NGRAM)
-        shortest = self.min_ngram_size or (2 if run.device.type == "cpu" else 1)
+        shortest = min(self.min_ngram_size, longest)
         self._placeholders = placeholder_token_ids(run.target.config)
         self._vocab_size = run.vocab_size
         self._indexes: list[NgramIndex] = []
@@ -80,7 +79,7 @@ class PromptLookup(CandidateGenerator):
             if row > 0 and tokens == run.tokens[row - 1]:  # several sequences for one prompt
                 index = self._indexes[-1].copy()
             else:
-                index = NgramIndex(min(shortest, longest), longest)
+                index = NgramIndex(shortest, longest)
                 index.extend(tokens)
             self._indexes.append(index)
 
@@ -91,11 +90,14 @@ class PromptLookup(CandidateGenerator):
         return max(1, CPU_TOKENS_PER_PASS // len(run.rows) - 1)
 
     def propose(self, run: Run, num_draft_tokens: int) -> CandidateTree | None:
+        on_cpu = run.device.type == "cpu"
         drafts = []
         for index, tokens in zip(self._indexes, run.tokens):
             index.extend(tokens)
-            start = index.find(tokens)
-            drafts.append([] if start is None else self._emittable(continuation(tokens, start, num_draft_tokens)))
+            start, size = index.find(tokens)
+            is_weak = on_cpu and size < index.max_size
+            length = min(num_draft_tokens, CPU_WEAK_DRAFT) if is_weak else num_draft_tokens
+            drafts.append([] if start is None else self._emittable(continuation(tokens, start, length)))
         return CandidateTree.from_lists(drafts, run.device) if any(drafts) else None
 
     def keep_rows(self, rows: torch.LongTensor) -> None:
@@ -119,6 +121,7 @@ class NgramIndex:
     """
 
     def __init__(self, min_size: int, max_size: int) -> None:
+        self.max_size = max_size
         sizes = range(max_size, min_size - 1, -1)
         self._followers: dict[int, dict[tuple[int, ...], int]] = {size: {} for size in sizes}
         self._num_indexed = 0  # tokens up to here are followers in the index
@@ -131,16 +134,20 @@ class NgramIndex:
             followers.update(zip(zip(*(new[offset:] for offset in range(size))), range(first, len(tokens))))
         self._num_indexed = len(tokens)
 
-    def find(self, tokens: list[int]) -> int | None:
-        """Where the continuation of the longest indexed n-gram at the end of `tokens` starts; `None`: no match."""
+    def find(self, tokens: list[int]) -> tuple[int | None, int]:
+        """Where the continuation of the longest indexed n-gram at the end of `tokens` starts, and that n-gram's size.
+
+        `(None, 0)`: no match.
+        """
         for size, followers in self._followers.items():
             start = followers.get(tuple(tokens[-size:]))
             if start is not None:
-                return start
-        return None
+                return start, size
+        return None, 0
 
     def copy(self) -> NgramIndex:
         other = NgramIndex.__new__(NgramIndex)
+        other.max_size = self.max_size
         other._followers = {size: followers.copy() for size, followers in self._followers.items()}
         other._num_indexed = self._num_indexed
         return other

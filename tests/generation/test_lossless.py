@@ -39,7 +39,7 @@ def test_same_text(target, drafter, same_text, choose, batch, method):
     inputs = ragged_batch(BATCHES[batch])
     methods = {
         "draft_model": {"assistant": drafter},
-        "prompt_lookup": {"assistant": hf_specdec.PromptLookup(min_ngram_size=1)},
+        "prompt_lookup": {"assistant": hf_specdec.PromptLookup()},
         "chain": {"oracle": (0.6, 1)},
         "tree": {"oracle": (0.6, 3), "num_assistant_tokens": 4},
         "always_wrong": {"oracle": (0.0, 1)},

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import LlavaConfig, Qwen2VLConfig
 
 from hf_specdec.generation.prompt_lookup import (
+    CPU_WEAK_DRAFT,
     NgramIndex,
     PromptLookup,
     continuation,
@@ -51,6 +52,8 @@ def searched(tokens, num_draft_tokens, max_size, min_size):
         for start in range(len(tokens) - size - 1, -1, -1):
             if tokens[start : start + size] == tokens[-size:]:
                 period = len(tokens) - start - size
+                if size < max_size:  # a weak match gets a short draft on a CPU
+                    num_draft_tokens = min(num_draft_tokens, CPU_WEAK_DRAFT)
                 return [tokens[start + size + i % period] for i in range(num_draft_tokens)]
     return []
 
@@ -74,23 +77,25 @@ def test_text_is_no_match_of_its_own_end():
 
 def test_short_ngrams():
     tokens = [7, 8, 9, 7]
-    assert propose(tokens) == []  # on a CPU one token is no match
-    assert propose(tokens, 2, min_ngram_size=1) == [8, 9]
+    assert propose(tokens, 1) == [8]
+    assert propose(tokens, min_ngram_size=2) == []
     assert propose([1, 2, 3, 9, 2, 3], min_ngram_size=3) == []
 
 
-def test_single_tokens_match_by_default_on_accelerators():
-    run = fake_run([7, 8, 9, 7])
-    run.device = SimpleNamespace(type="cuda")
+def test_weak_matches_get_short_drafts_on_a_cpu():
+    tokens = [1, 2, 3, 4, 5, 6, 9, 1, 2]
+    assert propose(tokens, 5) == [3, 4]
+    assert propose([*tokens, 3], 5) == [4, 5, 6, 9, 1]  # as long as the longest n-gram: not weak
+    assert propose(tokens, 5, max_ngram_size=2) == [3, 4, 5, 6, 9]
+    run = fake_run(tokens, device="meta")  # an accelerator, where a wide pass costs little more than a narrow one
     lookup = PromptLookup()
     lookup.begin(run)
-    run.device = torch.device("cpu")
-    assert drafts(lookup, run, 2) == [[8, 9]]
+    assert lookup.propose(run, 5).num_nodes == 5
 
 
 def test_periodic_text_is_continued_round_and_round():
     assert propose([9, 1, 2, 3, 1, 2, 3], 7) == [1, 2, 3, 1, 2, 3, 1]
-    assert propose([5, 5, 5], 4) == [5, 5, 5, 5]
+    assert propose([5, 5, 5, 5], 4) == [5, 5, 5, 5]
     assert continuation([1, 2, 3, 1, 2, 3], 3, 5) == [1, 2, 3, 1, 2]
     assert continuation([1, 2, 3, 1, 2, 3], 1, 2) == [2, 3]
 
@@ -133,7 +138,7 @@ def test_equal_prompts_grow_apart():
     lookup.begin(run)
     run.tokens[0] += [2]
     run.tokens[1] += [5, 6, 1, 5]
-    assert drafts(lookup, run, 2) == [[3, 1], [6, 1], []]
+    assert drafts(lookup, run, 2) == [[3, 1], [6, 1], [2, 3]]
 
 
 def test_no_draft_in_any_row_is_none():
@@ -161,12 +166,14 @@ def test_ngram_size_of_generate_overrides():
 
 
 def test_one_object_serves_calls_of_different_settings():
-    lookup = PromptLookup()
-    lookup.begin(fake_run([1, 2, 1, 2], max_matching_ngram_size=1))
-    run = fake_run([7, 8, 9, 7])
-    lookup.begin(run)
-    assert (lookup.max_ngram_size, lookup.min_ngram_size) == (3, None)
-    assert drafts(lookup, run) == [[]]
+    lookup = PromptLookup(min_ngram_size=2)
+    first = fake_run([7, 8, 9, 7], max_matching_ngram_size=1)
+    lookup.begin(first)
+    assert drafts(lookup, first) == [[8, 9, 7, 8]]
+    second = fake_run([7, 8, 9, 7])
+    lookup.begin(second)
+    assert drafts(lookup, second) == [[]]
+    assert (lookup.max_ngram_size, lookup.min_ngram_size) == (3, 2)
 
 
 def test_placeholders_and_ids_beyond_the_head_end_a_draft():
@@ -230,6 +237,6 @@ def test_step_does_not_grow_with_the_prompt():
 def test_index_holds_only_what_something_followed():
     index = NgramIndex(2, 2)
     index.extend([1, 2])
-    assert index.find([1, 2]) is None
+    assert index.find([1, 2]) == (None, 0)
     index.extend([1, 2, 3, 1, 2])
-    assert index.find([1, 2, 3, 1, 2]) == 2
+    assert index.find([1, 2, 3, 1, 2]) == (2, 2)
