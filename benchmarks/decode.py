@@ -54,6 +54,10 @@ BUILT_IN_PROMPTS = [
     f"Write this function again with `items` renamed to `order_lines`, and change nothing else.\n\n{CODE}",
     f"Turn every row of this table into one line of JSON with the same keys.\n\n{TABLE}",
     f"List the five most important facts of this text, quoting its own words.\n\n{ARTICLE}",
+    f"Repeat this table without any change.\n\n{TABLE}",
+    f"Repeat this code without any change, then say what it returns.\n\n{CODE}",
+    f"Correct the spelling of this text and change nothing else.\n\n{ARTICLE}",
+    f"Which city was founded first? Quote the rows of the table that you compare.\n\n{TABLE}",
 ]
 
 
