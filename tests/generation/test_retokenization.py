@@ -451,7 +451,7 @@ def test_same_tokenizer():
     assert len(renamed) == len(one) and not same_tokenizer(one, renamed)
 
 
-@pytest.mark.skipif(not SHARED_MODELS.is_dir(), reason="the pretrained models of the development machine are not here")
+@pytest.mark.skipif(not SHARED_MODELS.is_dir(), reason="no pretrained models beside the repository")
 @pytest.mark.parametrize("target_name", ["stories260K-hf", "self-stories-3m"])
 def test_pretrained_tokenizers(target_name):
     other_name = ({"stories260K-hf", "self-stories-3m"} - {target_name}).pop()
