@@ -133,9 +133,9 @@ class CachedModel:
         self.lengths = [len(row) for row in rows]
         if logits.shape[1] == len(kept):
             last = [kept.index(index) for index in last]
-        return (
-            logits[:, -1] if len(set(last)) == 1 and last[0] == logits.shape[1] - 1 else logits[range(len(last)), last]
-        )
+        if set(last) == {logits.shape[1] - 1}:
+            return logits[:, -1]
+        return logits[range(len(last)), last]
 
     def keep_rows(self, rows: list[int]) -> None:
         """Keeps only these rows of the batch."""

@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import GenerationConfig
 
+from .schedule import SCHEDULES
+
 if TYPE_CHECKING:
     from .candidates import CandidateGenerator
 
 
 INTEGERS = {"num_assistant_tokens": ("auto",), "prompt_lookup_num_tokens": ("auto",), "max_matching_ngram_size": ()}
 CHOICES = {
-    "num_assistant_tokens_schedule": ("constant", "heuristic", "heuristic_transient"),
+    "num_assistant_tokens_schedule": SCHEDULES,
     "assistant_sampling": ("shared_noise", "rejection"),
 }
 
