@@ -1,4 +1,4 @@
-"""Greedy decoding speed: plain `generate`, transformers' assisted generation and hf_specdec, in one process.
+"""Decoding speed: plain `generate`, transformers' assisted generation and hf_specdec, in one process.
 
 Every prompt is decoded by every method in turn, so that a busy machine slows all of them alike; ratios are taken
 within one prompt and repeat. See benchmarks/README.md for what the columns mean.
@@ -25,7 +25,7 @@ from rich.table import Column, Table
 from transformers import DynamicCache
 
 import hf_specdec
-from hf_specdec.smollm2 import early_layers_copy, load_model_and_tokenizer
+from hf_specdec.smollm2 import early_layers_copy, load_model_and_tokenizer, resolve_name
 
 PLAIN, BARE = "plain generate", "bare loop"
 OURS, THEIRS = "hf_specdec", "transformers"
@@ -124,18 +124,31 @@ def build_methods(target, drafter, options: argparse.Namespace, eos_ids: set[int
     """Name -> function of the inputs and the most new tokens, which returns prompt and new tokens."""
     num_tokens = options.num_assistant_tokens
 
+    is_greedy = options.temperature == 0
+    sampling = (
+        {"do_sample": False} if is_greedy else {"do_sample": True, "temperature": options.temperature, "top_k": 0}
+    )
+
     def generate(inputs: dict, length: int, **kwargs) -> torch.Tensor:
-        return target.generate(**inputs, max_new_tokens=length, do_sample=False, **kwargs)
+        torch.manual_seed(0)
+        return target.generate(**inputs, max_new_tokens=length, **sampling, **kwargs)
+
+    asked = {"num_assistant_tokens": num_tokens, "assistant_confidence_threshold": options.confidence_threshold}
+    asked = {name: value for name, value in asked.items() if value is not None}
 
     def ours(assistant) -> Callable:
-        return lambda inputs, length: generate(inputs, length, assistant=assistant, num_assistant_tokens=num_tokens)
+        return lambda inputs, length: generate(inputs, length, assistant=assistant, **asked)
 
     methods = {PLAIN: generate}
-    if options.batch_size == 1:
+    if options.batch_size == 1 and is_greedy:
         methods[BARE] = lambda inputs, length: bare_loop(target, inputs["input_ids"], length, eos_ids)
     for assistant in options.assistants:
+        if assistant not in ASSISTANTS:
+            methods[f"{Path(assistant).name}, {OURS}"] = ours(resolve_name(assistant))
+            continue
         name = ASSISTANTS[assistant]
-        if options.batch_size == 1:  # transformers' assisted generation refuses batches
+        # transformers' assisted generation refuses batches, and samples another text.
+        if options.batch_size == 1 and num_tokens is not None and is_greedy:
             methods[f"{name}, {THEIRS}"] = (
                 transformers_draft(generate, drafter, num_tokens)
                 if assistant == "draft"
@@ -177,7 +190,7 @@ def read_prompts(options: argparse.Namespace) -> list[tuple[str, str]]:
             by_category[category].append((category, prompt))
     if not by_category:
         raise SystemExit(f"no prompts: `--categories` must be among {sorted({category for category, _ in prompts})}")
-    columns = [column[: options.num_prompts] for column in by_category.values()]
+    columns = [column[:: options.every][: options.num_prompts] for column in by_category.values()]
     return [column[i] for i in range(max(map(len, columns))) for column in columns if i < len(column)]
 
 
@@ -238,6 +251,25 @@ def spread(values: list[float]) -> str:
     return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
 
+def report_categories(records: list[dict], console: Console) -> None:
+    """Tokens a pass and ratio to plain `generate` of each category's totals."""
+    by_category = defaultdict(lambda: defaultdict(list))
+    for record in records:
+        for category in set(record["categories"]):
+            by_category[category][record["method"]].append(record)
+    names = [name for name in dict.fromkeys(record["method"] for record in records) if name not in (PLAIN, BARE)]
+    table = Table("category", "prompts", *names, title="tokens / pass, speed over plain generate (of totals)")
+    for category, by_method in by_category.items():
+        plain = by_method[PLAIN]
+        cells = []
+        for runs in (by_method[name] for name in names):
+            num_passes = sum(run["num_tokens"] / run["tokens_per_target_pass"] for run in runs)
+            speed = sum(run["seconds"] for run in plain) / sum(run["seconds"] for run in runs)
+            cells.append(f"{sum(run['num_tokens'] for run in runs) / num_passes:.2f}, {speed:.2f}")
+        table.add_row(category, str(len(plain)), *cells)
+    console.print(table)
+
+
 def report(records: list[dict], console: Console, show_share: bool) -> None:
     by_method = defaultdict(list)
     for record in records:
@@ -269,13 +301,16 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--model", default="smollm2", help="smollm2, a Hub id or a folder")
     add("--drafter", default="6", help="a Hub id, a folder, or how many of the target's first layers to copy")
-    add("--assistants", default="draft,lookup", help="which of draft,lookup to measure")
+    add("--assistants", default="draft,lookup", help="which to measure: draft, lookup, folders or Hub ids of drafters")
     add("--prompts", type=Path, help="Spec-Bench .jsonl, or a text file with one prompt a line (default: built in)")
     add("--categories", default="", help="only these categories of the .jsonl, e.g. summarization,rag")
     add("--num-prompts", type=int, default=8, help="at most so many of each category")
     add("--batch-size", type=int, default=1, help="prompts decoded together; transformers drafts for 1 only")
     add("--max-new-tokens", type=int, default=128)
-    add("--num-assistant-tokens", type=int, default=5, help="draft length K, the same for all")
+    add("--num-assistant-tokens", type=int, default=5, help="draft length K, the same for all; 0: each one's default")
+    add("--every", type=int, default=1, help="of each category, take the first prompt and then every N-th")
+    add("--temperature", type=float, default=0.0, help="sample, each method with the same seed; 0: greedy")
+    add("--confidence-threshold", type=float, help="`assistant_confidence_threshold`; default: each drafter's own")
     add("--repeats", type=int, default=1)
     add("--dtype", default="float32", choices=["float32", "float16", "bfloat16"])
     add("--device", default="cpu")
@@ -284,8 +319,7 @@ def parse_arguments() -> argparse.Namespace:
     options = parser.parse_args()
     options.categories = [name for name in options.categories.split(",") if name]
     options.assistants = [name for name in options.assistants.split(",") if name]
-    if unknown := set(options.assistants) - set(ASSISTANTS):
-        parser.error(f"`--assistants` got {sorted(unknown)}; give some of {','.join(ASSISTANTS)}")
+    options.num_assistant_tokens = options.num_assistant_tokens or None
     return options
 
 
@@ -309,6 +343,7 @@ def main() -> None:
     console = Console(width=max(120, Console().width))
     console.print(f"{settings}\n{versions}, {platform.processor() or platform.machine()}, {os.cpu_count()} cores")
     report(records, console, show_share=options.device == "cpu")
+    report_categories(records, console)
     if options.json:
         options.json.write_text(json.dumps({"settings": settings, "versions": versions, "runs": records}, indent=1))
 

@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from . import __version__
-from .registry import METHODS
+from .registry import names_without_weights
 from .smollm2 import SMOLLM2, load_model_and_tokenizer, resolve_name
 
 if TYPE_CHECKING:
@@ -248,7 +248,7 @@ def load_assistant(name: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, A
     Raises:
         OSError: if there is no such drafter.
     """
-    if name in METHODS:
+    if name in names_without_weights():
         return {"assistant": name}
     source = resolve_name(name)
     try:
@@ -306,3 +306,6 @@ def _one_line_errors(debug: bool) -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if has_progress_bar:
             logging.enable_progress_bar()
+
+
+from .training import commands  # noqa: E402, F401 (adds its commands to `app`)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,24 +19,25 @@ from transformers.generation.streamers import BaseStreamer
 
 from .cli import encode_prompt
 from .generation.statistics import SpeculationStatistics
-from .smollm2 import early_layers_copy, load_model_and_tokenizer
+from .modeling.auto import AutoDrafter
+from .smollm2 import load_model_and_tokenizer
 
 PLAIN = "plain generate"
-DRAFT_MODEL = "draft model, untrained"
 ACCEPTED_STYLE = "bold green"
 SAMPLING_SEED = 0
+DRAFTERS = Path(__file__).parent.parent / "drafters"  # trained for the default model; in the repository, not the wheel
+
+
+def _trained(folder: str, target: PreTrainedModel) -> dict[str, Any]:
+    return {"assistant": AutoDrafter.from_pretrained(DRAFTERS / folder, target=target)}
+
+
 # What is compared with plain generate: a name, and what makes the keywords of `generate` from the target.
 ROWS: list[tuple[str, Callable[[PreTrainedModel], dict[str, Any]]]] = [
     ("prompt lookup", lambda target: {"assistant": "prompt_lookup"}),
-    (
-        DRAFT_MODEL,
-        lambda target: {"assistant": early_layers_copy(target, 2), "num_assistant_tokens": "auto"},
-    ),
+    ("draft model, distilled", partial(_trained, "smollm2-135m-instruct-draft")),
+    ("Medusa heads", partial(_trained, "smollm2-135m-instruct-medusa")),
 ]
-DRAFT_MODEL_NOTE = (
-    "The draft model is the first 2 layers of the model itself, as they are: a stand-in for a trained one. It is "
-    'seldom right, and num_assistant_tokens="auto" learns to leave it alone.'
-)
 
 
 @dataclass(frozen=True)
@@ -157,7 +160,7 @@ class Demo:
         for name, make in ROWS:
             try:
                 self.rows[name] = make(model)
-            except ValueError as error:
+            except (ValueError, OSError) as error:
                 console.print(Text(f"Left out: {name}. {error}", "dim"))
         self.answers: dict[str, list[Answer]] = {name: [] for name in self.rows}  # one for each prompt
 
@@ -286,8 +289,6 @@ def run_demo(
             for row in demo.rows:
                 demo.answer(prompt, row)
         console.print(demo.table())
-        if DRAFT_MODEL in demo.rows:
-            console.print(Text(DRAFT_MODEL_NOTE, "dim"))
     finally:
         torch.set_num_threads(threads_before)
     return demo

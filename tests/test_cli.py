@@ -15,7 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from typer.testing import CliRunner
 
 import hf_specdec
-from hf_specdec import demo
+from hf_specdec import DraftLayersModel, MedusaModel, demo
 from hf_specdec.cli import app, encode_prompt, load_assistant
 from hf_specdec.smollm2 import early_layers_copy, load_model_and_tokenizer
 
@@ -274,11 +274,19 @@ class TestCommand:
 
 
 class TestDemo:
+    @pytest.fixture(autouse=True)
+    def drafters(self, folder, tmp_path, monkeypatch):
+        """Untrained drafters for the tiny target where the demo looks for its own."""
+        model, _ = load_model_and_tokenizer(str(folder))
+        DraftLayersModel.for_target(model).save_pretrained(tmp_path / "smollm2-135m-instruct-draft")
+        MedusaModel.for_target(model).save_pretrained(tmp_path / "smollm2-135m-instruct-medusa")
+        monkeypatch.setattr(demo, "DRAFTERS", tmp_path)
+
     def test_every_row_gives_the_same_text(self, chat_folder, monkeypatch):
         monkeypatch.setenv("COLUMNS", "120")
         result = run("demo", "--model", chat_folder, "--max-new-tokens", 12, "--threads", 1)
         assert result.exit_code == 0, result.stderr
-        for name in ["prompt lookup", "draft model, untrained"]:
+        for name in ["prompt lookup", "draft model, distilled", "Medusa heads"]:
             assert re.search(rf"│ {name} +│ +yes │ +\d+\.\d\d │ +[\d.]+ │ +\d+\.\d\dx │", result.stdout)
         assert re.search(r"│ plain generate +│ +│ +1\.00 │ +[\d.]+ │ +1\.00x │", result.stdout)
         assert all(prompt.name in result.stdout for prompt in demo.PROMPTS)
@@ -287,7 +295,7 @@ class TestDemo:
     def test_quick(self, folder):
         console = Console(file=io.StringIO())
         shown = demo.run_demo(str(folder), quick=True, threads=1, console=console)
-        assert [len(answers) for answers in shown.answers.values()] == [len(demo.QUICK_PROMPTS)] * 3
+        assert [len(answers) for answers in shown.answers.values()] == [len(demo.QUICK_PROMPTS)] * 4
         assert all(len(answer.ids) == demo.QUICK_TOKENS for answers in shown.answers.values() for answer in answers)
 
     def test_colours_show_the_accepted_drafts(self, folder):
@@ -301,12 +309,13 @@ class TestDemo:
         assert accepted > 0
         assert "\x1b[1;32m" in console.file.getvalue()
 
-    def test_a_target_of_another_build_has_no_draft_model_row(self):
+    def test_another_target_has_no_rows_of_drafters_made_for_the_default_one(self):
         model = GPT2LMHeadModel(GPT2Config(vocab_size=320, n_embd=16, n_layer=1, n_head=2))
         console = Console(file=io.StringIO(), width=200)
         shown = demo.Demo(model, make_tokenizer(), 4, console)
         assert list(shown.rows) == [demo.PLAIN, "prompt lookup"]
-        assert "Left out: draft model, untrained. `model` is a GPT2LMHeadModel" in console.file.getvalue()
+        for name, drafter in (("draft model, distilled", "DraftLayersModel"), ("Medusa heads", "MedusaModel")):
+            assert f"Left out: {name}. this {drafter} was made for a target with hidden_size" in console.file.getvalue()
 
     def test_the_number_of_threads_is_put_back(self, folder):
         before = torch.get_num_threads()

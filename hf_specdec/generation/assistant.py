@@ -14,14 +14,17 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from ..registry import METHODS
+from ..modeling.auto import load, place_beside
+from ..modeling.base import DrafterModel
+from ..modeling.checkpoint import Checkpoint
+from ..registry import METHODS, names_without_weights
 from .candidates import CandidateGenerator
 from .draft_model import DraftModel
 
 if TYPE_CHECKING:
     from .run import Run
 
-# Draft models loaded by name, as long as their target lives; nothing is attached to the target itself.
+# Drafters loaded by name, as long as their target lives; nothing is attached to the target itself.
 _loaded: WeakKeyDictionary[PreTrainedModel, dict[str, PreTrainedModel]] = WeakKeyDictionary()
 
 
@@ -35,13 +38,17 @@ def as_candidate_generator(assistant: Any, run: Run) -> CandidateGenerator:
     if isinstance(assistant, CandidateGenerator):
         return copy.copy(assistant)
     if isinstance(assistant, (str, Path)):
-        if str(assistant) in METHODS:
-            return METHODS[str(assistant)]()
-        model = load_draft_model(str(assistant), run.target, run.device)
+        if str(assistant) in names_without_weights():
+            return METHODS[str(assistant)].candidates()
+        model = load_by_name(str(assistant), run.target, run.device)
+        if isinstance(model, DrafterModel):
+            return generator_of(model)
         if run.settings.tokenizer is not None and run.settings.assistant_tokenizer is None:
             with suppress(OSError, ValueError):  # it brings none, so it is taken to be one for the target's
                 run.settings.assistant_tokenizer = AutoTokenizer.from_pretrained(str(assistant))
         return DraftModel(model)
+    if isinstance(assistant, DrafterModel):
+        return generator_of(assistant)
     if isinstance(assistant, nn.Module) and hasattr(assistant, "generate"):
         return DraftModel(assistant)
     if isinstance(assistant, type) and issubclass(assistant, CandidateGenerator):
@@ -49,13 +56,24 @@ def as_candidate_generator(assistant: Any, run: Run) -> CandidateGenerator:
             f"`assistant` got the class {assistant.__name__}; pass an object of it: {assistant.__name__}()."
         )
     raise ValueError(
-        f"`assistant` got a {type(assistant).__name__}; it takes a causal language model, a Hub id or local folder, "
-        f"one of {', '.join(map(repr, METHODS))}, or a CandidateGenerator."
+        f"`assistant` got a {type(assistant).__name__}; it takes a causal language model, a drafter, a Hub id or local "
+        f"folder, one of {', '.join(map(repr, names_without_weights()))}, or a CandidateGenerator."
     )
 
 
-def load_draft_model(name: str, target: PreTrainedModel, fallback_device: torch.device) -> PreTrainedModel:
-    """Loads a causal LM by Hub id or folder onto the target's device and in its dtype; safetensors only.
+def generator_of(model: DrafterModel) -> CandidateGenerator:
+    """The generator of the method that a drafter belongs to."""
+    for method in METHODS.values():
+        if method.drafter is not None and isinstance(model, method.drafter):
+            return method.candidates(model)
+    raise ValueError(
+        f"`assistant` got a {type(model).__name__}, which no method knows; call `register_method(name, candidates, "
+        f"{type(model).__name__})` first."
+    )
+
+
+def load_by_name(name: str, target: PreTrainedModel, fallback_device: torch.device) -> PreTrainedModel:
+    """Loads a drafter or a causal LM by Hub id or folder beside the target, in its dtype; safetensors only.
 
     The weights of an offloaded target are on no device, so its drafter goes to `fallback_device`.
 
@@ -64,7 +82,16 @@ def load_draft_model(name: str, target: PreTrainedModel, fallback_device: torch.
     """
     models = _loaded.setdefault(target, {})
     if name not in models:
+        if name in METHODS:
+            raise ValueError(
+                f"`assistant` got {name!r}, a method that has weights; give the Hub id or folder of a drafter trained "
+                "for this target, or the loaded drafter."
+            )
         try:
+            drafter = load(Checkpoint(name))
+            if drafter is not None:
+                place_beside(drafter.to(fallback_device), target)
+                return models.setdefault(name, drafter.eval())
             model, loading = AutoModelForCausalLM.from_pretrained(
                 name, dtype=target.dtype, use_safetensors=True, output_loading_info=True
             )
@@ -73,11 +100,12 @@ def load_draft_model(name: str, target: PreTrainedModel, fallback_device: torch.
                 f"the weights of {name!r} are incomplete or damaged ({error}); delete the file and download it again."
             ) from error
         except OSError as error:
-            close = difflib.get_close_matches(name, METHODS, n=1)
+            close = difflib.get_close_matches(name, names_without_weights(), n=1)
             hint = f" Did you mean {close[0]!r}?" if close else ""
+            known = ", ".join(map(repr, names_without_weights()))
             raise OSError(
-                f"`assistant` got {name!r}, which is neither one of {', '.join(map(repr, METHODS))} nor a model that "
-                f"can be loaded.{hint} {error}"
+                f"`assistant` got {name!r}, which is neither one of {known} nor a model that can be loaded.{hint} "
+                f"{error}"
             ) from error
         if loading["missing_keys"]:  # transformers fills them with random numbers
             raise OSError(

@@ -30,11 +30,14 @@ class CandidateGenerator(ABC):
         hidden_state_layers (`tuple[int, ...]`): layers of the target whose outputs `run.hidden_states` shall hold;
             index l is the output of decoder layer l, counted from zero.
         default_num_draft_tokens (`int`): draft length when the user names none.
+        drafts_trees (`bool`): `num_draft_tokens` is a budget of nodes, not a length: the generator itself sees to it
+            that no branch is longer than `run.num_wanted - 1`.
         length_settings (`tuple[str, ...]`): arguments of `generate` that set the draft length; the first given wins.
     """
 
     hidden_state_layers: tuple[int, ...] = ()
     default_num_draft_tokens: int = 5
+    drafts_trees: bool = False
     length_settings: tuple[str, ...] = ("num_assistant_tokens",)
 
     def begin(self, run: Run) -> None:  # noqa: B027 (optional hook)

@@ -20,7 +20,7 @@ NOISE_BYTES = 256 * 2**20  # draws kept ready; older ones are drawn again from t
 
 
 class Choice(Protocol):
-    """Greedy, shared noise or rejection."""
+    """Greedy, shared noise, rejection or typical."""
 
     def choose(self, scores: torch.Tensor, run: Run, tree: CandidateTree | None) -> torch.LongTensor:
         """The target's token after every token of the block.
@@ -31,17 +31,36 @@ class Choice(Protocol):
         Returns: `torch.LongTensor` of shape `(B, M)`.
         """
 
-    def rank(self, scores: torch.Tensor, run: Run, offset: int) -> torch.Tensor:
+    def rank(
+        self, scores: torch.Tensor, run: Run, offset: int, token_ids: torch.LongTensor | None = None
+    ) -> torch.Tensor:
         """Order in which a drafter should guess the token `offset` steps ahead; the larger the better.
 
         Args:
             scores (`torch.FloatTensor` of shape `(B, V_draft)` or `(B, n, V_draft)`): the drafter's processed scores.
             offset (`int`): 0 for the next token, 1 for the one after it, ...
+            token_ids (`torch.LongTensor` of shape `(V_draft,)`, *optional*): the ids they stand for; default the first.
         Returns: `torch.FloatTensor` of the same shape.
         """
 
-    def draft(self, scores: torch.Tensor, run: Run, offset: int) -> tuple[torch.LongTensor, torch.Tensor | None]:
-        """One draft token a row, `(B,)`, and the distribution `(B, V_draft)` it was drawn from (rejection only)."""
+    def chances(
+        self, scores: torch.Tensor, run: Run, token_ids: torch.LongTensor | None = None, uncertainty: float = 1.0
+    ) -> torch.Tensor:
+        """The chance that the target chooses each token, as far as a drafter can tell, for several steps at once.
+
+        Args:
+            scores (`torch.FloatTensor` of shape `(B, K, V_draft)`): the drafter's processed scores of the next K steps.
+            token_ids (`torch.LongTensor` of shape `(V_draft,)`, *optional*): the ids they stand for; default all.
+            uncertainty (`float`): how far the drafter's log-probabilities are from the target's, as the scale of a
+                Gumbel distribution; above zero.
+        Returns: `torch.FloatTensor` of the same shape, rows summing to 1.
+        """
+
+    def draft(
+        self, scores: torch.Tensor, run: Run, offset: int, token_ids: torch.LongTensor | None = None
+    ) -> tuple[torch.LongTensor, torch.Tensor | None]:
+        """One draft a row, `(B,)`, as an index into `scores`, and the distribution `(B, V_draft)` it was drawn from
+        (rejection only). Arguments as for `rank`."""
 
     def finish(self, num_steps: int) -> None:
         """Called at the end with the number of steps that plain `generate` would have made."""
@@ -55,11 +74,20 @@ class Greedy:
     def choose(self, scores: torch.Tensor, run: Run, tree: CandidateTree | None) -> torch.LongTensor:
         return argmax(scores)
 
-    def rank(self, scores: torch.Tensor, run: Run, offset: int) -> torch.Tensor:
+    def rank(
+        self, scores: torch.Tensor, run: Run, offset: int, token_ids: torch.LongTensor | None = None
+    ) -> torch.Tensor:
         return scores
 
-    def draft(self, scores: torch.Tensor, run: Run, offset: int) -> tuple[torch.LongTensor, None]:
-        return argmax(self.rank(scores, run, offset)), None
+    def chances(
+        self, scores: torch.Tensor, run: Run, token_ids: torch.LongTensor | None = None, uncertainty: float = 1.0
+    ) -> torch.Tensor:
+        return scores.softmax(-1)
+
+    def draft(
+        self, scores: torch.Tensor, run: Run, offset: int, token_ids: torch.LongTensor | None = None
+    ) -> tuple[torch.LongTensor, None]:
+        return argmax(self.rank(scores, run, offset, token_ids)), None
 
     def finish(self, num_steps: int) -> None:
         pass
@@ -124,11 +152,32 @@ class SharedNoise(Greedy):
             noise = noise.gather(1, depths[..., None].expand(len(noise), -1, self.vocab_size))
         return pick(scores.softmax(-1) / noise)
 
-    def rank(self, scores: torch.Tensor, run: Run, offset: int) -> torch.Tensor:
+    def rank(
+        self, scores: torch.Tensor, run: Run, offset: int, token_ids: torch.LongTensor | None = None
+    ) -> torch.Tensor:
         vocab_size = scores.shape[-1]
-        noise = torch.stack([self.noise(row.num_emitted + offset)[row.index, :vocab_size] for row in run.rows])
+        ids = slice(vocab_size) if token_ids is None else token_ids
+        noise = torch.stack([self.noise(row.num_emitted + offset)[row.index, ids] for row in run.rows])
         noise = noise.to(scores.device).view(len(noise), *[1] * (scores.ndim - 2), vocab_size)
         return scores.softmax(-1) / noise
+
+    def chances(
+        self, scores: torch.Tensor, run: Run, token_ids: torch.LongTensor | None = None, uncertainty: float = 1.0
+    ) -> torch.Tensor:
+        """What the shared noise tells of the target's choice, and what it leaves open.
+
+        The target chooses the largest log p(x) + g(x), with g = -log e known here, and log p only up to an error of
+        scale u, the uncertainty: softmax((c log q + g) / u), if the error is of the Gumbel kind (Gumbel-max once more).
+        With c = sqrt(1 + u^2) the mean over g is about q: a certain drafter (u near 0) trusts the noise, a vague one
+        itself.
+        """
+        steps = range(scores.shape[1])
+        noise = torch.stack(
+            [torch.stack([self.noise(row.num_emitted + step)[row.index] for step in steps]) for row in run.rows]
+        ).to(scores.device)
+        noise = noise[..., : scores.shape[-1]] if token_ids is None else noise[..., token_ids]
+        log_probs = scores.log_softmax(-1) * (1 + uncertainty**2) ** 0.5
+        return ((log_probs - noise.log()) / uncertainty).softmax(-1)
 
     def finish(self, num_steps: int) -> None:
         """Leaves the global random state as plain `generate` would have left it."""
@@ -171,12 +220,59 @@ class Rejection(Greedy):
         chosen = torch.where(is_kept, drafted, sample(residual))
         return torch.cat([chosen, sample(bonus)], dim=1)
 
-    def rank(self, scores: torch.Tensor, run: Run, offset: int) -> torch.Tensor:
-        return scores
-
-    def draft(self, scores: torch.Tensor, run: Run, offset: int) -> tuple[torch.LongTensor, torch.Tensor]:
+    def draft(
+        self, scores: torch.Tensor, run: Run, offset: int, token_ids: torch.LongTensor | None = None
+    ) -> tuple[torch.LongTensor, torch.Tensor]:
         probs = scores.softmax(-1)
         return sample(probs), probs
+
+
+class TypicalAcceptance(Greedy):
+    """Typical acceptance: keeps a draft x with target(x) > min(epsilon, delta exp(-H(target))), H the entropy; of the
+    branches kept to their end the longest, of equally long ones the likeliest. NOT lossless: the text is neither that
+    of plain `generate` nor from the target's distribution. The token after the drafts is the target's likeliest.
+
+    Source: Cai et al. 2401.10774, section 2.3.1.
+
+    Args:
+        epsilon, delta (`float`): the hard and the entropy-dependent threshold.
+
+    Raises:
+        ValueError: if one of them is negative or no number.
+    """
+
+    def __init__(self, epsilon: float = 0.09, delta: float = 0.3) -> None:
+        for name, value in (("epsilon", epsilon), ("delta", delta)):
+            if not isinstance(value, (int, float)) or not value >= 0:
+                raise ValueError(f"`{name}` is {value!r}; expected a number of at least 0.")
+        self.epsilon, self.delta = epsilon, delta
+
+    def choose(self, scores: torch.Tensor, run: Run, tree: CandidateTree | None) -> torch.LongTensor:
+        chosen = argmax(scores)
+        if tree is None or tree.num_nodes == 0:
+            return chosen
+        log_probs = scores.log_softmax(-1)
+        entropy = -(log_probs.exp() * log_probs).nan_to_num().sum(-1)
+        threshold = (self.delta * (-entropy).exp()).clamp(max=self.epsilon)
+        num_rows, num_nodes = tree.tokens.shape
+        depths, is_visible = tree.visibility()
+        depths, is_visible = depths.expand(num_rows, -1), is_visible.expand(num_rows, -1, -1)
+        above = torch.arange(num_nodes, device=scores.device) if tree.is_chain else tree.parents + 1
+        above = above.expand(num_rows, -1)  # each node's parent in the block
+        node_log_probs = log_probs[torch.arange(num_rows)[:, None], above, tree.tokens.clamp(min=0)]
+        is_typical = (node_log_probs.exp() > threshold.gather(1, above)) & (tree.tokens != NO_TOKEN)
+        is_typical = torch.nn.functional.pad(is_typical, (1, 0), value=True)
+        node_log_probs = torch.nn.functional.pad(node_log_probs, (1, 0))
+        # Of every node, whether all on the way to it is kept, and how likely that way is.
+        is_reached = (is_typical[:, None] | ~is_visible).all(-1)
+        way = torch.where(is_visible, node_log_probs[:, None], 0).sum(-1).double()
+        longest = torch.where(is_reached, depths, -1).amax(1, keepdim=True)
+        end = way.where(is_reached & (depths == longest), -torch.inf).argmax(1)
+        on_way = is_visible[torch.arange(num_rows), end][:, 1:]
+        # Where the way goes on, the choice is its next node.
+        going = torch.where(on_way, above, scores.shape[1])
+        chosen = torch.nn.functional.pad(chosen, (0, 1))
+        return chosen.scatter(1, going, tree.tokens)[:, :-1]
 
 
 def argmax(scores: torch.Tensor) -> torch.LongTensor:

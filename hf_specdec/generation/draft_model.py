@@ -1,7 +1,7 @@
 """Draft-model speculation: a smaller causal language model guesses the next tokens one by one.
 
 Source: Leviathan et al. 2211.17192; Chen et al. 2302.01318.
-Shapes: B rows, K draft tokens, V vocabulary of the drafter.
+Shapes: B rows, K draft tokens, V vocabulary of the drafter, V_target that of the target.
 """
 
 from __future__ import annotations
@@ -36,9 +36,15 @@ class DraftModel(CandidateGenerator):
         model ([`PreTrainedModel`] or PEFT model): the drafter; neither it nor its configs are changed.
         num_draft_tokens (`int`, *optional*): K where `generate` is given none.
 
+    Attributes:
+        token_ids (`torch.LongTensor` of shape `(V,)`, *optional*): ids of the target that the drafter's logits stand
+            for, on the target's device, where a subclass says so; `None`: the first V.
+
     Raises:
         ValueError: at `generate`, if vocabularies differ by more than padding and no tokenizers were given.
     """
+
+    token_ids: torch.LongTensor | None = None
 
     def __init__(self, model: PreTrainedModel, num_draft_tokens: int = 5) -> None:
         if not isinstance(model, nn.Module):
@@ -62,6 +68,8 @@ class DraftModel(CandidateGenerator):
         self.drafter_rows: list[tuple[int, list[int]]] = []  # ids of each row at the last round, and its draft
 
     def _retokenizers(self, run: Run, model: PreTrainedModel) -> list[Retokenizer] | None:
+        if self.token_ids is not None:
+            return None
         settings = run.settings
         sizes = run.vocab_size, output_vocab_size(model)
         tokenizers = settings.tokenizer, settings.assistant_tokenizer
@@ -95,19 +103,27 @@ class DraftModel(CandidateGenerator):
         logits = self.drafter.catch_up(run.tokens, self.device)
         for depth in range(num_draft_tokens):
             # Padding of the drafter's vocabulary has no meaning in the target's.
-            scores = run.processors.draft(logits[:, : run.vocab_size].to(run.device))
-            token, prob = run.choice.draft(scores, run, depth)
+            logits = logits[:, : run.vocab_size].to(run.device)
+            scores = run.processors.draft(logits, self.token_ids)
+            index, prob = run.choice.draft(scores, run, depth, self.token_ids)
+            token = index if self.token_ids is None else self.token_ids[index]
             tokens.append(token if is_confident is None else token.where(is_confident, NO_TOKEN))
             probs.append(prob)
             if threshold:
-                is_sure = scores.softmax(-1).gather(-1, token[:, None])[:, 0] >= threshold
+                is_sure = scores.softmax(-1).gather(-1, index[:, None])[:, 0] >= threshold
                 is_confident = is_sure if is_confident is None else is_confident & is_sure
                 if not is_confident.any():
                     break
             if depth + 1 < num_draft_tokens:
                 logits = self._read(token)
-        draft_probs = None if probs[0] is None else torch.stack(probs, dim=1)
+        draft_probs = None if probs[0] is None else self._of_target(torch.stack(probs, dim=1), run)
         return CandidateTree(torch.stack(tokens, dim=1), draft_probs=draft_probs)
+
+    def _of_target(self, probs: torch.Tensor, run: Run) -> torch.Tensor:
+        """Distributions `(B, K, V)` over the drafter's ids, as `(B, K, V_target)` over the target's if those differ."""
+        if self.token_ids is None:
+            return probs
+        return probs.new_zeros(*probs.shape[:2], run.vocab_size).index_copy_(2, self.token_ids, probs)
 
     def _read(self, token: torch.LongTensor) -> torch.Tensor:
         """Reads one token a row, `(B,)`; logits `(B, V)` after it."""

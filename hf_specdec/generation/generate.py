@@ -14,6 +14,7 @@ from .assistant import as_candidate_generator
 from .cache import CACHE_NAME
 from .candidates import CandidateGenerator
 from .checks import check_call
+from .choice import TypicalAcceptance
 from .loop import decode
 from .record import Record, SpeculativeOutput
 from .run import Run
@@ -33,6 +34,7 @@ def speculative_decoding(
     *,
     assistant: PreTrainedModel | str | CandidateGenerator | None = None,
     assistant_sampling: str = "shared_noise",
+    assistant_acceptance: str | TypicalAcceptance = "exact",
     num_assistant_tokens: int | str | None = None,
     num_assistant_tokens_schedule: str | None = None,
     assistant_confidence_threshold: float | None = None,
@@ -48,15 +50,18 @@ def speculative_decoding(
     `model.generate(..., custom_generate=hf_specdec.speculative_decoding, assistant=...)`.
 
     Args:
-        assistant: a causal LM (draft model), a string (Hub id, local folder or name of a method such as
-            `"prompt_lookup"`), or any [`CandidateGenerator`].
+        assistant: a causal LM (draft model), a drafter with weights such as [`MedusaModel`], a string (Hub id or local
+            folder of either, or name of a method such as `"prompt_lookup"`), or any [`CandidateGenerator`].
         assistant_sampling (`str`): what couples drafts and target when sampling. `"shared_noise"`: the text of plain
             `generate` for the same seed. `"rejection"`: speculative sampling (Leviathan et al. 2211.17192; Chen et al.
             2302.01318), the same distribution but not the same text; chains only.
-        num_assistant_tokens (`int` or `"auto"`): draft tokens a pass; `"auto"` picks them from measured acceptance and
-            cost. Default: the drafter's own.
+        assistant_acceptance (`str`): `"exact"`, or `"typical"`, Medusa's typical acceptance, which is not lossless
+            ([`TypicalAcceptance`] sets its thresholds).
+        num_assistant_tokens (`int` or `"auto"`): draft tokens a pass, of a tree the number of its nodes; `"auto"` picks
+            the length of a chain from measured acceptance and cost. Default: the drafter's own.
         num_assistant_tokens_schedule (`str`): `"constant"` (default), `"heuristic"` or `"heuristic_transient"`.
-        assistant_confidence_threshold (`float`): a draft model stops where its probability falls below; default never.
+        assistant_confidence_threshold (`float`): a draft model stops where its probability falls below, and a tree
+            leaves out nodes with a smaller chance; default never, for trees on a CPU 0.1.
         prompt_lookup_num_tokens (`int`): draft tokens of prompt lookup.
         max_matching_ngram_size (`int`): longest n-gram that prompt lookup matches.
         tokenizer, assistant_tokenizer: needed when target and draft model have different tokenizers.
@@ -75,6 +80,7 @@ def speculative_decoding(
         prompt_lookup_num_tokens,
         max_matching_ngram_size,
         assistant_sampling,
+        assistant_acceptance,
         tokenizer,
         assistant_tokenizer,
     ).completed(generation_config)

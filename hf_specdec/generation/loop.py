@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -53,7 +53,10 @@ def decode(
 def draft(run: Run, num_draft_tokens: int) -> CandidateTree | None:
     """Asks the generator for as many tokens as are still of use; `None` if it has no guess."""
     limit = run.generator.max_draft_tokens(run)
-    num_draft_tokens = min(num_draft_tokens, run.num_wanted - 1, math.inf if limit is None else limit)
+    useful = run.num_wanted - 1
+    if run.generator.drafts_trees and useful > 0:
+        useful = math.inf
+    num_draft_tokens = min(num_draft_tokens, useful, math.inf if limit is None else limit)
     tree = run.generator.propose(run, num_draft_tokens) if num_draft_tokens > 0 else None
     if not isinstance(tree, CandidateTree | None):
         raise ValueError(
@@ -77,5 +80,7 @@ def draft(run: Run, num_draft_tokens: int) -> CandidateTree | None:
         tokens = tokens[:, :num_draft_tokens]
         draft_probs = None if tree.draft_probs is None else tree.draft_probs[:, :num_draft_tokens]
         tree = CandidateTree(tokens, draft_probs=draft_probs)
-    # An id that the target cannot emit is no guess at all.
-    return replace(tree, tokens=tokens.where((tokens >= 0) & (tokens < run.vocab_size), NO_TOKEN))
+    # An id that the target cannot emit is no guess at all. A copy keeps what the tree has computed.
+    tree = copy.copy(tree)
+    tree.tokens = tokens.where((tokens >= 0) & (tokens < run.vocab_size), NO_TOKEN)
+    return tree

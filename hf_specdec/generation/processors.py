@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import transformers
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessor, LogitsProcessorList, SuppressTokensLogitsProcessor
 
 from .tree import CandidateTree
 
@@ -87,12 +87,18 @@ class Processors:
             scores[rows, nodes] = processors(ids[rows, nodes, :length], logits[rows, nodes])
         return scores
 
-    def draft(self, logits: torch.Tensor) -> torch.Tensor:
-        """A drafter's scores, float32, `(..., V_draft)`: the warpers that look at the scores alone."""
+    def draft(self, logits: torch.Tensor, token_ids: torch.LongTensor | None = None) -> torch.Tensor:
+        """A drafter's scores, float32, `(..., V_draft)`: the warpers that look at the scores alone.
+
+        Args:
+            token_ids (`torch.LongTensor` of shape `(V_draft,)`, *optional*): the ids that the logits stand for, if not
+                the first ones in order. Warpers that name ids are then left out.
+        """
         logits = logits.float()
-        if not self.for_drafts:
+        warpers = [w for w in self.for_drafts if token_ids is None or type(w) is not SuppressTokensLogitsProcessor]
+        if not warpers:
             return logits
-        return self.for_drafts(None, logits.view(-1, logits.shape[-1])).view_as(logits)
+        return LogitsProcessorList(warpers)(None, logits.reshape(-1, logits.shape[-1])).view_as(logits)
 
 
 def for_rows(processor: LogitsProcessor, rows: list[int]) -> LogitsProcessor:

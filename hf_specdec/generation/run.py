@@ -16,8 +16,9 @@ from transformers.generation.stopping_criteria import (
     StoppingCriteriaList,
     StopStringCriteria,
 )
+from transformers.utils import logging
 
-from .choice import Choice, Greedy, Rejection, SharedNoise
+from .choice import Choice, Greedy, Rejection, SharedNoise, TypicalAcceptance
 from .processors import Processors
 from .settings import Settings
 from .statistics import SpeculationStatistics, Stopwatch
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from .schedule import DraftLength
     from .target import Target
     from .verification import Verdict
+
+logger = logging.get_logger(__name__)
 
 ROWWISE_CRITERIA = (MaxLengthCriteria, EosTokenCriteria, MaxTimeCriteria, StopStringCriteria)
 
@@ -112,9 +115,19 @@ class Run:
         self.scores: tuple[torch.Tensor, ...] | None = None  # by step, for a user's criteria that look at them
 
     def _choice(self, do_sample: bool) -> Choice:
+        rule, acceptance = self.settings.assistant_sampling, self.settings.assistant_acceptance
+        if acceptance != "exact":
+            if not do_sample or rule != "shared_noise":
+                raise ValueError(
+                    f"`assistant_acceptance` is {acceptance!r}, which is a rule for sampling of its own; pass "
+                    "`do_sample=True`, and no `assistant_sampling`."
+                )
+            logger.warning_once(
+                "Typical acceptance is not lossless: the text is not the target's own, nor from its distribution."
+            )
+            return TypicalAcceptance() if acceptance == "typical" else acceptance
         if not do_sample:
             return Greedy()
-        rule = self.settings.assistant_sampling
         return SharedNoise(self.num_rows, self.device, self.vocab_size) if rule == "shared_noise" else Rejection()
 
     @property
@@ -130,6 +143,12 @@ class Run:
     def num_wanted(self) -> int:
         """The most tokens that a row in the batch may still emit."""
         return max(self.max_new_tokens - row.num_emitted for row in self.rows)
+
+    def min_chance(self, on_cpu: float) -> float:
+        """Chance below which a draft token is not worth its place: what the user said, else `on_cpu` on a CPU, where
+        every token of a pass costs, and nothing elsewhere."""
+        asked = self.settings.assistant_confidence_threshold
+        return asked if asked is not None else on_cpu if self.device.type == "cpu" else 0.0
 
     def is_live(self, row: Row) -> bool:
         """Whether the row still emits tokens."""

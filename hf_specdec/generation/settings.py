@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import GenerationConfig
 
+from .choice import TypicalAcceptance
 from .schedule import SCHEDULES
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ class Settings:
     prompt_lookup_num_tokens: int | None = None
     max_matching_ngram_size: int | None = None
     assistant_sampling: str = "shared_noise"
+    assistant_acceptance: str | TypicalAcceptance = "exact"
     tokenizer: Any = None
     assistant_tokenizer: Any = None
 
@@ -63,6 +65,12 @@ class Settings:
             value = getattr(self, name)
             if value is not None and value not in words:
                 raise ValueError(f"`{name}` is {value!r}; expected one of {', '.join(map(repr, words))}.")
+        acceptance = self.assistant_acceptance
+        if acceptance not in ("exact", "typical") and not isinstance(acceptance, TypicalAcceptance):
+            raise ValueError(
+                f"`assistant_acceptance` is {acceptance!r}; expected 'exact', 'typical', or TypicalAcceptance(epsilon, "
+                "delta)."
+            )
         threshold = self.assistant_confidence_threshold
         if threshold is not None and not (isinstance(threshold, (int, float)) and 0 <= threshold <= 1):
             raise ValueError(f"`assistant_confidence_threshold` is {threshold!r}; expected a probability, 0 to 1.")
@@ -71,4 +79,13 @@ class Settings:
         """Arguments for `DraftLength`: the draft length asked for, its schedule, and where an adaptive one starts."""
         default = generator.default_num_draft_tokens
         asked = next((v for v in (getattr(self, name) for name in generator.length_settings) if v is not None), default)
-        return asked, self.num_assistant_tokens_schedule or "constant", default
+        schedule = self.num_assistant_tokens_schedule or "constant"
+        if generator.drafts_trees and (asked == "auto" or schedule != "constant"):
+            name, value = (
+                ("num_assistant_tokens", asked) if asked == "auto" else ("num_assistant_tokens_schedule", schedule)
+            )
+            raise ValueError(
+                f"`{name}` is {value!r}, which adapts the length of a chain, but {type(generator).__name__} drafts "
+                "trees; give the number of nodes as `num_assistant_tokens`."
+            )
+        return asked, schedule, default

@@ -5,6 +5,7 @@ Shapes: B rows (sequences still being decoded), N nodes of the tree, V vocabular
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -76,6 +77,68 @@ class CandidateTree:
         width = max(map(len, drafts), default=0)
         rows = [draft + [NO_TOKEN] * (width - len(draft)) for draft in drafts]
         return cls(torch.tensor(rows, dtype=torch.long, device=device).view(len(drafts), width))
+
+    @classmethod
+    def from_paths(cls, paths: list[list[int]], tokens: torch.LongTensor) -> CandidateTree:
+        """A tree of one shape for all rows, filled with ranked guesses for each depth.
+
+        Args:
+            paths: for each node the ranks on the way to it from the root, each parent before its children.
+            tokens (`torch.LongTensor` of shape `(B, depths, ranks)`): the guesses, best first.
+
+        Example: paths [[0], [1], [0, 0]] -> parents [-1, -1, 0]; the last node is the best guess for the second depth.
+        """
+        places = {tuple(path): node for node, path in enumerate(paths)}
+        parents = torch.tensor([places.get(tuple(path[:-1]), ROOT) for path in paths])
+        depths, ranks = torch.tensor([[len(path) - 1, path[-1]] for path in paths]).T
+        depth = int(depths.max()) + 1
+        return cls(tokens[:, depths.to(tokens.device), ranks.to(tokens.device)], parents.to(tokens.device), depth=depth)
+
+    @classmethod
+    def best_first(
+        cls, tokens: torch.LongTensor, chances: torch.Tensor, num_nodes: int, min_chance: float = 0.0
+    ) -> CandidateTree | None:
+        """The nodes that the target is likeliest to choose, where the guesses for a depth are the same on all branches.
+
+        The chance of a node is the product of the chances on the way to it, so a node never has a better one than its
+        parent, and the best nodes are a tree. Found level by level: the best of one level have their parents among the
+        best of the level above.
+
+        Args:
+            tokens (`torch.LongTensor` of shape `(B, depths, ranks)`): the guesses for each depth, best first.
+            chances (`torch.FloatTensor` of the same shape): of each guess, if all above it was right.
+            num_nodes (`int`): the most nodes of a row.
+            min_chance (`float`): leaves out nodes with a smaller chance; above zero it costs a read on an accelerator.
+
+        Returns: each row a tree of its own; `None` if no node is likely enough.
+        """
+        num_rows, num_depths, width = tokens.shape
+        chances = chances.nan_to_num(0.0)  # of a drafter that overflowed in half precision
+        scores = chances.new_zeros(num_rows, 1)
+        index = torch.full((num_rows, 1), ROOT, device=tokens.device)
+        levels, num_before = [], 0
+        for depth in range(num_depths):
+            below = (scores[:, :, None] + chances[:, depth, None].log()).flatten(1)
+            scores, flat = below.topk(min(num_nodes, below.shape[1]))
+            level = tokens[:, depth].gather(1, flat % width)
+            levels.append((scores, level, index.gather(1, flat // width)))
+            index = torch.arange(num_before, num_before + flat.shape[1], device=tokens.device).expand_as(flat)
+            num_before += flat.shape[1]
+        scores, tokens, parents = (torch.cat(parts, dim=1) for parts in zip(*levels))
+        # A stable sort: of equal scores, a certain child's and its parent's, the shallower comes first.
+        order = scores.sort(dim=1, descending=True, stable=True).indices[:, :num_nodes]
+        is_kept = scores.gather(1, order) >= (math.log(min_chance) if min_chance > 0 else torch.finfo(scores.dtype).min)
+        if min_chance > 0:
+            widest = int(is_kept.sum(1).max())
+            if widest == 0:
+                return None
+            order, is_kept = order[:, :widest], is_kept[:, :widest]
+        places = torch.arange(order.shape[1], device=order.device).expand_as(order)
+        place = torch.zeros_like(scores, dtype=torch.long).scatter_(1, order, places)  # of each node in the tree
+        parents = parents.gather(1, order)
+        parents = torch.where(parents == ROOT, ROOT, place.gather(1, parents.clamp(min=0)))
+        tokens = tokens.gather(1, order).where(is_kept, NO_TOKEN)
+        return cls(tokens, parents, depth=min(num_depths, tokens.shape[1]))
 
     @property
     def num_nodes(self) -> int:

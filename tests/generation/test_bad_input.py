@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import huggingface_hub
 import pytest
 import torch
 from conftest import ragged_batch
@@ -64,6 +65,7 @@ def test_hidden_state_layers_out_of_range(target, layers):
         ("max_matching_ngram_size", 0),
         ("num_assistant_tokens_schedule", "rising"),
         ("assistant_sampling", "typical"),
+        ("assistant_acceptance", "typically"),
         ("assistant_confidence_threshold", -1),
         ("assistant_confidence_threshold", float("nan")),
         ("assistant_confidence_threshold", "high"),
@@ -86,7 +88,7 @@ def test_wrong_kinds_of_assistant(target):
 
 
 def test_a_typo_in_a_name_gets_a_hint(target, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(OSError, match="Did you mean 'prompt_lookup'"):
         target.generate(**ragged_batch((4,)), max_new_tokens=8, assistant="promt_lookup")
 

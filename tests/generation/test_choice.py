@@ -9,7 +9,7 @@ import torch
 
 from hf_specdec import CandidateTree
 from hf_specdec.generation import choice
-from hf_specdec.generation.choice import Greedy, Rejection, SharedNoise, sample
+from hf_specdec.generation.choice import Greedy, Rejection, SharedNoise, TypicalAcceptance, sample
 from hf_specdec.generation.run import Row
 
 CPU = torch.device("cpu")
@@ -176,3 +176,78 @@ def test_rejection_without_drafts():
     assert Rejection().choose(scores[:, :1], run, None).tolist() == [[5]] * 4
     empty = CandidateTree(torch.full((4, 2), -1), draft_probs=torch.zeros(4, 2, 6))
     assert Rejection().choose(scores, run, empty).tolist() == [[5, 5, 5]] * 4
+
+
+CHOICES = {
+    "greedy": lambda: Greedy(),
+    "shared_noise": lambda: SharedNoise(3, CPU, 29),
+    "typical": lambda: TypicalAcceptance(),
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+@pytest.mark.parametrize("draft_size", [20, 29])
+def test_chances_are_distributions(name, draft_size):
+    scores = 3 * torch.randn(2, 4, draft_size, generator=torch.Generator().manual_seed(1))
+    scores[..., ::3] = -torch.inf
+    for uncertainty in (0.01, 1.0, 1.5, 100.0):
+        chances = CHOICES[name]().chances(scores, make_run([3, 0], [2, 0]), uncertainty=uncertainty)
+        assert chances.shape == scores.shape
+        torch.testing.assert_close(chances.sum(-1), torch.ones(2, 4))
+        assert (chances[..., ::3] == 0).all()
+        if name != "shared_noise":
+            assert torch.equal(chances, scores.softmax(-1))
+
+
+def test_a_certain_drafter_knows_the_targets_choice():
+    """With little uncertainty all chance lies on what the target chooses under its noise, step by step."""
+    scores = torch.randn(8, 3, 29, generator=torch.Generator().manual_seed(1))
+    expected, _ = multinomial_text(scores, seed=3)
+    torch.manual_seed(3)
+    noise = SharedNoise(3, CPU, 29)
+    steps, indices = [4, 1], [2, 0]
+    mine = torch.stack([scores[step : step + 3, index] for step, index in zip(steps, indices)])
+    chances = noise.chances(mine, make_run(steps, indices), uncertainty=1e-3)
+    chosen = torch.stack([expected[step : step + 3, index] for step, index in zip(steps, indices)])
+    assert torch.equal(chances.argmax(-1), chosen)
+    assert (chances.gather(-1, chosen[..., None]) > 0.9).all()
+    # A vague one hardly looks at the noise.
+    torch.testing.assert_close(
+        noise.chances(mine, make_run(steps, indices), uncertainty=1e4), mine.softmax(-1), rtol=0.01, atol=0
+    )
+
+
+def test_chances_of_some_ids_use_the_noise_of_these():
+    ids = torch.tensor([28, 3, 17, 4])
+    scores = torch.full((2, 3, 29), -torch.inf)
+    scores[..., ids] = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(1))
+    noise = SharedNoise(2, CPU, 29)
+    run = make_run([5, 2])
+    few = noise.chances(scores[..., ids], run, ids, 1.5)
+    torch.testing.assert_close(few, noise.chances(scores, run, uncertainty=1.5)[..., ids])
+    assert not torch.allclose(few, noise.chances(scores[..., ids], run, uncertainty=1.5), atol=1e-2)
+
+
+@pytest.mark.parametrize("uncertainty", [0.1, 0.7, 1.5, 4.0])
+def test_chances_are_calibrated(uncertainty):
+    """Averaged over the noise they are about what the drafter says; and they are what happens.
+
+    In a world where the target's log-probabilities are the drafter's plus an error of that scale, a guess with chance c
+    is right about c of the time.
+    """
+    num_rows = 20000
+    torch.manual_seed(1)
+    scores = torch.tensor([2.0, 1.0, 0.0, -1.0, -3.0]).expand(num_rows, 1, 5)
+    noise = SharedNoise(num_rows, CPU, 5)
+    run = make_run([0] * num_rows)
+    chances = noise.chances(scores, run, uncertainty=uncertainty)
+    torch.testing.assert_close(chances.mean((0, 1)), scores[0, 0].softmax(-1), atol=0.04, rtol=0)
+    errors = -torch.empty(num_rows, 5).exponential_(generator=torch.Generator().manual_seed(2)).log() * uncertainty
+    means = scores[:, 0].log_softmax(-1) * (1 + uncertainty**2) ** 0.5
+    chosen = (means + errors - noise.noise(0).log()).argmax(-1)
+    best = chances[:, 0].max(-1)
+    is_right = best.indices == chosen
+    for low in (0.3, 0.5, 0.7, 0.9):
+        here = (best.values >= low) & (best.values < low + 0.2)
+        if here.sum() > 500:
+            assert abs(is_right[here].float().mean() - best.values[here].mean()) < 0.05

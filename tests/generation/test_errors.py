@@ -73,7 +73,7 @@ def test_called_through_without_an_assistant(target):
 
 @pytest.mark.parametrize("assistant", [3, object(), ["prompt_lookup"], torch.nn.Linear(2, 2), LlamaForCausalLM])
 def test_wrong_kind_of_assistant(target, assistant):
-    message = "it takes a causal language model, a Hub id or local folder, one of 'prompt_lookup'.*CandidateGenerator"
+    message = "it takes a causal language model, a drafter, a Hub id or local folder, one of 'prompt_lookup', or a Cand"
     refuses(target, f"`assistant` got a .*; {message}", assistant=assistant)
 
 

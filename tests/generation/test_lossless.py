@@ -34,12 +34,15 @@ CASES += [(choose, batch) for choose in ("greedy", "sample") for batch in ("one_
 
 
 @pytest.mark.parametrize(("choose", "batch"), CASES)
-@pytest.mark.parametrize("method", ["draft_model", "prompt_lookup", "chain", "tree", "always_wrong", "always_right"])
+@pytest.mark.parametrize(
+    "method", ["draft_model", "prompt_lookup", "medusa", "chain", "tree", "always_wrong", "always_right"]
+)
 def test_same_text(target, drafter, same_text, choose, batch, method):
     inputs = ragged_batch(BATCHES[batch])
     methods = {
         "draft_model": {"assistant": drafter},
         "prompt_lookup": {"assistant": hf_specdec.PromptLookup()},
+        "medusa": {"assistant": hf_specdec.MedusaModel.for_target(target), "assistant_confidence_threshold": 0.01},
         "chain": {"oracle": (0.6, 1)},
         "tree": {"oracle": (0.6, 3), "num_assistant_tokens": 4},
         "always_wrong": {"oracle": (0.0, 1)},

@@ -5,7 +5,9 @@ import random
 import pytest
 
 from hf_specdec.generation import theory
+from hf_specdec.generation.candidates import CandidateGenerator
 from hf_specdec.generation.schedule import DraftLength
+from hf_specdec.generation.settings import Settings
 
 
 def record(length, num_drafted, num_accepted, target_seconds=0.1, drafter_seconds=0.01):
@@ -224,3 +226,43 @@ def test_auto_without_a_clock():
 def test_errors(args, message):
     with pytest.raises(ValueError, match=message):
         DraftLength(*args)
+
+
+class Chains(CandidateGenerator):
+    default_num_draft_tokens = 6
+
+    def propose(self, run, num_draft_tokens):
+        return None
+
+
+class Trees(Chains):
+    drafts_trees = True
+
+
+def test_lengths_of_chains_and_of_trees():
+    asked = Settings(num_assistant_tokens="auto", num_assistant_tokens_schedule="heuristic")
+    assert asked.draft_length(Chains()) == ("auto", "heuristic", 6)
+    for generator in (Chains(), Trees()):
+        assert Settings().draft_length(generator) == (6, "constant", 6)
+        assert Settings(num_assistant_tokens=64).draft_length(generator) == (64, "constant", 6)
+        assert Settings(num_assistant_tokens_schedule="constant").draft_length(generator) == (6, "constant", 6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_assistant_tokens": "auto"}, "`num_assistant_tokens` is 'auto', which adapts the length of a chain"),
+        (
+            {"num_assistant_tokens_schedule": "heuristic"},
+            "`num_assistant_tokens_schedule` is 'heuristic', which adapts the length of a chain, but Trees drafts "
+            "trees; give the number of nodes as `num_assistant_tokens`",
+        ),
+        (
+            {"num_assistant_tokens": 4, "num_assistant_tokens_schedule": "heuristic_transient"},
+            "_transient', which adapts",
+        ),
+    ],
+)
+def test_trees_have_no_schedule(settings, message):
+    with pytest.raises(ValueError, match=message):
+        Settings(**settings).draft_length(Trees())

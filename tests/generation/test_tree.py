@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import random
 from contextlib import ExitStack
 
@@ -86,6 +88,101 @@ def test_children_and_branches():
     assert longest_branch(tokens, parents) == 3
     assert longest_branch([], []) == 0
     assert longest_branch([NO_TOKEN] * 2, [-1, 0]) == 0
+
+
+def test_from_paths_by_hand():
+    tokens = torch.tensor([[[10, 11, 12], [20, 21, 22], [30, 31, 32]], [[40, 41, 42], [50, 51, 52], [60, 61, 62]]])
+    tree = CandidateTree.from_paths([[0], [2], [0, 1], [2, 0], [0, 1, 2]], tokens)
+    assert tree.tokens.tolist() == [[10, 12, 21, 20, 32], [40, 42, 51, 50, 62]]
+    assert tree.parents.tolist() == [-1, -1, 0, 1, 2]
+    assert tree.depth == 3
+    example = CandidateTree.from_paths([[0], [1], [0, 0]], tokens)
+    assert example.parents.tolist() == [-1, -1, 0]
+    assert example.tokens[0].tolist() == [10, 11, 20]
+    assert example.depth == 2
+
+
+def rank_paths(tree: CandidateTree, guesses: torch.Tensor, row: int) -> list[tuple[int, ...]]:
+    """Ranks on the way to each node of a row that holds a token, in the tree's order; checks that there is a way."""
+    parents = tree.parents[row].tolist()
+    paths: list[tuple[int, ...] | None] = []
+    for node, token in enumerate(tree.tokens[row].tolist()):
+        if token == NO_TOKEN:
+            paths.append(None)
+            continue
+        assert parents[node] < node
+        above = () if parents[node] == ROOT else paths[parents[node]]
+        assert above is not None, "the child of a node that was left out"
+        paths.append((*above, guesses[row, len(above)].tolist().index(token)))
+    return [path for path in paths if path is not None]
+
+
+CHANCES = {
+    "random": lambda shape, generator: torch.rand(shape, generator=generator, dtype=torch.double),
+    "certain": lambda shape, generator: torch.rand(shape, generator=generator, dtype=torch.double).round(),
+    "ties": lambda shape, generator: torch.randint(0, 4, shape, generator=generator).double() / 4,
+    "peaked": lambda shape, generator: (9 * torch.randn(shape, generator=generator)).softmax(-1),
+}
+
+
+@pytest.mark.parametrize("chances", CHANCES)
+@pytest.mark.parametrize(("num_depths", "width"), [(1, 1), (1, 7), (3, 1), (2, 3), (4, 4), (5, 2)])
+@pytest.mark.parametrize("min_chance", [0.0, 0.11, 0.8])
+def test_best_first_against_brute_force(chances, num_depths, width, min_chance):
+    generator = torch.Generator().manual_seed(num_depths * 10 + width)
+    num_rows = 4
+    chances = CHANCES[chances]((num_rows, num_depths, width), generator).sort(-1, descending=True).values
+    guesses = torch.rand(num_rows, num_depths, 50, generator=generator).argsort(-1)[..., :width]
+    num_all = sum(width**depth for depth in range(1, num_depths + 1))
+    for num_nodes in (1, 2, 5, 16, num_all, num_all + 9):
+        tree = CandidateTree.best_first(guesses, chances, num_nodes, min_chance)
+        best = []
+        for row in chances.tolist():
+            every = (
+                math.prod(row[depth][rank] for depth, rank in enumerate(path))
+                for num in range(1, num_depths + 1)
+                for path in itertools.product(range(width), repeat=num)
+            )
+            every = sorted((chance for chance in every if chance > 0 and chance >= min_chance), reverse=True)
+            best.append(every[:num_nodes])
+        if tree is None:
+            assert min_chance > 0
+            assert not any(best)
+            continue
+        assert tree.num_nodes <= num_nodes
+        assert min_chance == 0 or tree.num_nodes == max(map(len, best))
+        assert not tree.is_chain
+        for row, expected in enumerate(best):
+            paths = rank_paths(tree, guesses, row)
+            assert len(set(paths)) == len(paths)
+            got = [math.prod(chances[row, depth, rank].item() for depth, rank in enumerate(path)) for path in paths]
+            assert got == pytest.approx(expected, rel=1e-5), "best first"
+            assert set(tree.tokens[row, len(paths) :].tolist()) <= {NO_TOKEN}
+        depths = [longest_branch(*row) for row in zip(tree.tokens.tolist(), tree.parents.tolist())]
+        assert max(depths) <= tree.depth <= num_depths
+
+
+def test_best_first_by_hand():
+    """0.6, 0.6 * 0.9, 0.4, 0.4 * 0.9; the second row is sure of all, and then shallow nodes come first."""
+    guesses = torch.tensor([[[5, 6], [7, 8]], [[15, 16], [17, 18]]])
+    chances = torch.tensor([[[0.6, 0.4], [0.9, 0.1]], [[1.0, 1.0], [1.0, 0.0]]])
+    tree = CandidateTree.best_first(guesses, chances, 4)
+    assert tree.tokens.tolist() == [[5, 7, 6, 7], [15, 16, 17, 17]]
+    assert tree.parents.tolist() == [[-1, 0, -1, 2], [-1, -1, 0, 1]]
+    assert tree.depth == 2
+    assert CandidateTree.best_first(guesses[:1], chances[:1], 4, 0.5).tokens.tolist() == [[5, 7]]
+    assert CandidateTree.best_first(guesses[:1], chances[:1], 4, 0.7) is None
+
+
+def test_best_first_with_a_broken_guess():
+    """A head that has overflowed says nan; the guesses above it are as good as before."""
+    guesses = torch.tensor([[[5, 6], [7, 8], [9, 10]]])
+    chances = torch.tensor([[[0.6, 0.4], [torch.nan, torch.nan], [0.9, 0.1]]])
+    for min_chance in (0.0, 0.1):
+        tree = CandidateTree.best_first(guesses, chances, 6, min_chance)
+        tokens = [token for token in tree.tokens[0].tolist() if token != NO_TOKEN]
+        assert tokens == [5, 6]
+    assert CandidateTree.best_first(guesses, torch.full_like(chances, torch.nan), 6, 0.1) is None
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,1 @@
+"""Training of drafters: data, answers of the target, features, the trainer."""

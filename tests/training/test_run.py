@@ -1,0 +1,169 @@
+"""From data to a tested drafter: the functions and the commands."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from conftest import tiny_llama
+from test_regenerate import make_tokenizer
+from torch.utils.data import Subset
+from typer.testing import CliRunner
+
+from hf_specdec import AutoDrafter
+from hf_specdec.cli import app
+from hf_specdec.training.data import Example
+from hf_specdec.training.run import TrainingData, measure_by_decoding, training_arguments
+
+WORDS = (
+    "the cat sat on the mat",
+    "the dog sat on the log",
+    "the cat and the dog sat",
+    "the mat and the log and the cat",
+)
+
+
+class TestSplit:
+    examples = [Example([i, i], [False, True]) for i in range(20)]
+
+    def split(self, num_held_out, seed):
+        data = TrainingData.split(self.examples, num_held_out, seed)
+        return list(data.train), list(data.held_out)
+
+    def test_deterministic_and_in_order(self):
+        train, held_out = self.split(5, seed=3)
+        assert (train, held_out) == self.split(5, seed=3)
+        assert held_out != self.split(5, seed=4)[1]
+        assert len(held_out) == 5
+        assert sorted(train + held_out) == self.examples
+        assert (train, held_out) == (sorted(train), sorted(held_out))
+        assert self.split(0, seed=3) == (self.examples, [])
+
+    @pytest.mark.parametrize("num_held_out", [-1, 20])
+    def test_errors(self, num_held_out):
+        message = f"`num_held_out` is {num_held_out} and there are 20 examples; it must be 0"
+        with pytest.raises(ValueError, match=message):
+            self.split(num_held_out, seed=0)
+
+
+def test_draft_vocabulary_counts_responses_only():
+    examples = [Example([9, 5, 5, 7], [False, True, True, True]), Example([9, 9, 3, 7], [False, False, True, True])]
+    data = TrainingData(examples, [])
+    assert data.draft_vocabulary(2, 20).tolist() == [5, 7]
+    assert data.draft_vocabulary(5, 20).tolist() == [0, 1, 3, 5, 7]
+    assert data.draft_vocabulary(None, 20) is None
+    with pytest.raises(ValueError, match="`size` is 21, but the target has 20 ids; give fewer, or None for all"):
+        data.draft_vocabulary(21, 20)
+
+
+def test_test_prompts():
+    chat = Example([4, 5, 6, 7], [False, False, True, True])
+    text = Example(list(range(3, 53)), [False] + [True] * 49)
+    data = TrainingData([], Subset([chat, text], [0, 1]))
+    assert data.test_prompts(5) == [[4, 5], list(range(3, 19))]
+    assert data.test_prompts(1) == [[4, 5]]
+
+
+def test_measure_by_decoding(target, drafter):
+    prompts = [[5, 6, 7], [8, 9]]
+    report = measure_by_decoding(target, drafter, prompts, max_new_tokens=20)
+    assert report["tokens_per_pass"] > 1
+    assert 0 < report["acceptance_rate"] <= 1
+    assert measure_by_decoding(target, target, prompts, max_new_tokens=21)["acceptance_rate"] == 1
+
+
+class TestOutput:
+    def test_refuses_a_used_folder(self, tmp_path):
+        (tmp_path / "model.safetensors").touch()
+        with pytest.raises(ValueError, match=r"holds a drafter or a training run; resume it, delete it, or give"):
+            training_arguments(tmp_path, 1, 1e-3, 8, 0, resume=False)
+
+    def test_refuses_to_resume_nothing(self, tmp_path):
+        with pytest.raises(ValueError, match=r"there is no checkpoint in .*; leave it out to begin"):
+            training_arguments(tmp_path / "new", 1, 1e-3, 8, 0, resume=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny target with its tokenizer, and texts."""
+    folder = tmp_path_factory.mktemp("train")
+    tokenizer = make_tokenizer()
+    tiny_llama(2, vocab_size=len(tokenizer)).save_pretrained(folder / "target")
+    tokenizer.save_pretrained(folder / "target")
+    texts = [f"{words} and {other}" for words in WORDS for other in WORDS]
+    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return folder
+
+
+def run(*arguments: str, code: int = 0):
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == code, result.output
+    return result
+
+
+TRAIN = ("--epochs", "3", "--num-heads", "2", "--num-held-out", "3", "--learning-rate", "0.01", "--threads", "1")
+
+
+def test_medusa_from_features(folder, tmp_path):
+    target, store, output = folder / "target", tmp_path / "features", tmp_path / "medusa"
+    result = run("features", "--target", target, "--data", folder / "texts.jsonl", "--output", store)
+    assert "16 examples" in result.stderr
+    result = run(
+        "train", "medusa", "--target", target, "--data", store, "--output", output, "--draft-vocab-size", 40, *TRAIN
+    )
+    assert "tokens_per_pass" in result.stdout
+    report = json.loads((output / "training_report.json").read_text())
+    assert {"loss", "accept_1", "accept_2", "tokens_per_pass", "acceptance_rate"} <= set(report)
+    heads = AutoDrafter.from_pretrained(output)
+    assert heads.dtype == torch.float16
+    assert heads.config.num_heads == 2
+    assert heads.config.draft_vocab_size == len(heads.draft_token_ids) <= 40
+    result = run("generate", "--model", target, "--assistant", output, "--prompt", "the cat", "--stats", "--seed", "0")
+    assert "tokens per pass" in result.stderr
+
+
+def test_medusa_2_from_text(folder, tmp_path):
+    pytest.importorskip("peft")
+    output = tmp_path / "medusa"
+    options = ("--joint-epochs", "1", "--lora-rank", "4")
+    run(
+        *("train", "medusa", "--target", folder / "target", "--data", folder / "texts.jsonl", "--output", output),
+        *(*TRAIN, *options),
+    )
+    assert (output / "model.safetensors").is_file()
+    assert (output / "joint" / "target" / "adapter_model.safetensors").is_file()
+    assert "target_loss" in json.loads((output / "joint" / "training_report.json").read_text())
+
+
+def test_medusa_2_needs_data_not_features(folder, tmp_path):
+    store = tmp_path / "features"
+    run("features", "--target", folder / "target", "--data", folder / "texts.jsonl", "--output", store)
+    result = run(
+        *("train", "medusa", "--target", folder / "target", "--data", store, "--output", tmp_path / "medusa"),
+        *("--joint-epochs", "1"),
+        code=1,
+    )
+    assert "--joint-epochs trains the target, whose hidden states then change; give the data itself" in result.stderr
+
+
+def test_features_of_another_target_are_refused(folder, tmp_path):
+    other = tmp_path / "other"
+    tiny_llama(2, seed=3, vocab_size=len(make_tokenizer())).save_pretrained(other)
+    make_tokenizer().save_pretrained(other)
+    store = tmp_path / "features"
+    run("features", "--target", other, "--data", folder / "texts.jsonl", "--output", store)
+    result = run(
+        *("train", "medusa", "--target", folder / "target", "--data", store, "--output", tmp_path / "medusa"), code=1
+    )
+    assert result.stderr.startswith("hf-specdec: ")
+
+
+@pytest.mark.parametrize("layers", ["x", "0,7"])
+def test_wrong_layers(folder, tmp_path, layers):
+    result = run(
+        *("features", "--target", folder / "target", "--data", folder / "texts.jsonl", "--output", tmp_path / "f"),
+        *("--layers", layers),
+        code=1,
+    )
+    assert "layers" in result.stderr
