@@ -140,15 +140,16 @@ def build_methods(target, drafter, options: argparse.Namespace, eos_ids: set[int
         return lambda inputs, length: generate(inputs, length, assistant=assistant, **asked)
 
     methods = {PLAIN: generate}
-    if options.batch_size == 1 and is_greedy:
+    # The bare loop, and transformers' assisted generation, which refuses batches and samples another text.
+    has_peers = options.batch_size == 1 and is_greedy and num_tokens is not None
+    if has_peers:
         methods[BARE] = lambda inputs, length: bare_loop(target, inputs["input_ids"], length, eos_ids)
     for assistant in options.assistants:
         if assistant not in ASSISTANTS:
             methods[f"{Path(assistant).name}, {OURS}"] = ours(resolve_name(assistant))
             continue
         name = ASSISTANTS[assistant]
-        # transformers' assisted generation refuses batches, and samples another text.
-        if options.batch_size == 1 and num_tokens is not None and is_greedy:
+        if has_peers:
             methods[f"{name}, {THEIRS}"] = (
                 transformers_draft(generate, drafter, num_tokens)
                 if assistant == "draft"

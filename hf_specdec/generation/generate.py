@@ -61,7 +61,7 @@ def speculative_decoding(
             the length of a chain from measured acceptance and cost. Default: the drafter's own.
         num_assistant_tokens_schedule (`str`): `"constant"` (default), `"heuristic"` or `"heuristic_transient"`.
         assistant_confidence_threshold (`float`): a draft model stops where its probability falls below, and a tree
-            leaves out nodes with a smaller chance; default never, for trees on a CPU 0.1.
+            leaves out nodes with a smaller chance; default never, for trees on a CPU 0.3.
         prompt_lookup_num_tokens (`int`): draft tokens of prompt lookup.
         max_matching_ngram_size (`int`): longest n-gram that prompt lookup matches.
         tokenizer, assistant_tokenizer: needed when target and draft model have different tokenizers.

@@ -6,6 +6,7 @@ embedding, its output head) is handed to it where it is used, and never stored.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
@@ -48,12 +49,13 @@ class DrafterConfig(PreTrainedConfig):
     @classmethod
     def fields_of_target(cls, target: Any) -> dict[str, Any]:
         """The fields above for a drafter of this target."""
-        config = text_config(target)
+        config, name = text_config(target), unwrap(target).config._name_or_path
         return {
             "hidden_size": config.hidden_size,
             "vocab_size": config.vocab_size,
             "num_target_layers": config.num_hidden_layers,
-            "target_name_or_path": unwrap(target).config._name_or_path or None,
+            # Of a local folder its name alone: a path says nothing elsewhere.
+            "target_name_or_path": Path(name).name if name and Path(name).is_dir() else name or None,
         }
 
 

@@ -12,13 +12,13 @@ class DraftLayers(DraftModel):
 
     Args:
         layers ([`DraftLayersModel`]): the layers.
-        num_draft_tokens (`int`, *optional*): K where `generate` is given none.
+        num_draft_tokens (`int`): K where `generate` is given none; so few layers are seldom right for long.
 
     Raises:
         ValueError: at `generate`, if the layers were made for another target.
     """
 
-    def __init__(self, layers: DraftLayersModel, num_draft_tokens: int = 5) -> None:
+    def __init__(self, layers: DraftLayersModel, num_draft_tokens: int = 2) -> None:
         super().__init__(layers, num_draft_tokens)
         self.layers = layers
 

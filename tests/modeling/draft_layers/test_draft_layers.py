@@ -315,7 +315,7 @@ def test_a_draft_model_with_all_ids_in_order_drafts_the_same(target):
     drafter = DraftLayersModel.for_target(target, 2)
     kwargs = {"max_new_tokens": 30, "pad_token_id": 0, "return_dict_in_generate": True, "do_sample": True}
     counts = []
-    for assistant in (DraftModel(drafter.causal_lm(target)), DraftLayers(drafter)):
+    for assistant in (DraftModel(drafter.causal_lm(target)), DraftLayers(drafter, 5)):
         torch.manual_seed(0)
         counts.append(target.generate(IDS, assistant=assistant, **kwargs).speculation.accepted_per_depth)
     assert counts[0] == counts[1]
