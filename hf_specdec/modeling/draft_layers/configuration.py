@@ -20,8 +20,6 @@ class DraftLayersConfig(DrafterConfig):
 
     Args:
         layer_config (`dict`): the target's own config, with fewer layers and without its vocabulary.
-        draft_vocab_size (`int`, *optional*): the layers propose this many ids only, those in the model's buffer
-            `draft_token_ids`; `None` for the target's whole vocabulary.
 
     Raises:
         ValueError: if a size is out of its range.
@@ -30,7 +28,6 @@ class DraftLayersConfig(DrafterConfig):
     model_type = "hf_specdec_draft_layers"
 
     layer_config: dict[str, Any] = field(default_factory=dict)
-    draft_vocab_size: int | None = None
 
     def validate_sizes(self) -> None:
         width = self.layer_config.get("hidden_size", self.hidden_size)
@@ -38,11 +35,6 @@ class DraftLayersConfig(DrafterConfig):
             raise ValueError(
                 f"`layer_config` has hidden_size {width} and `hidden_size` is {self.hidden_size}; both must be the "
                 "target's."
-            )
-        if self.draft_vocab_size is not None and not 1 <= self.draft_vocab_size <= self.vocab_size:
-            raise ValueError(
-                f"`draft_vocab_size` is {self.draft_vocab_size}; expected 1 to {self.vocab_size}, the target's "
-                "vocabulary, or None for all of it."
             )
 
     @staticmethod

@@ -40,8 +40,6 @@ class DraftLayersModel(DrafterModel):
     def __init__(self, config: DraftLayersConfig) -> None:
         super().__init__(config)
         self.body = _body(config.layer_config)
-        if config.draft_vocab_size is not None:
-            self.register_buffer("draft_token_ids", torch.arange(config.draft_vocab_size))
         self.post_init()
 
     @classmethod
@@ -74,17 +72,9 @@ class DraftLayersModel(DrafterModel):
             raise ValueError(
                 f"`intermediate_size` is {intermediate_size}; expected 1 to {widest}, the target's, or None."
             )
-        if draft_token_ids is not None:
-            _check_token_ids(draft_token_ids, config.vocab_size)
-        model = cls(
-            DraftLayersConfig(
-                **DraftLayersConfig.fields_of_target(target),
-                layer_config=DraftLayersConfig.layer_config_of(target, chosen, intermediate_size),
-                draft_vocab_size=None if draft_token_ids is None else len(draft_token_ids),
-            )
-        )
-        if draft_token_ids is not None:
-            model.draft_token_ids.copy_(draft_token_ids)
+        fields = DraftLayersConfig.fields_of_target(target)
+        fields["layer_config"] = DraftLayersConfig.layer_config_of(target, chosen, intermediate_size)
+        model = cls._made(fields, draft_token_ids)
         source, own = decoder_model(unwrap(target)), model.body.model
         if not hasattr(source, "layers") or not hasattr(source, "norm"):
             raise _unsupported(type(unwrap(target)).__name__, "its decoder has no `layers` and `norm`")
@@ -92,11 +82,6 @@ class DraftLayersModel(DrafterModel):
             _copy(source.layers[index], layer)
         _copy(source.norm, own.norm)
         return model.to(device=target.device, dtype=target.dtype)
-
-    @property
-    def token_ids(self) -> torch.LongTensor | None:
-        """Ids `(V_draft,)` of the target that the logits stand for; `None`: all, in order."""
-        return self.draft_token_ids if self.config.draft_vocab_size is not None else None
 
     def causal_lm(self, target: Any) -> PreTrainedModel:
         """A causal LM of the target's architecture: its embedding, these layers, its output head.
@@ -241,17 +226,6 @@ def _chosen_layers(num_target_layers: int, num_layers: int, layers: list[int] | 
     if not 1 <= num_layers <= num_target_layers:
         raise ValueError(f"`num_layers` is {num_layers}; expected 1 to {num_target_layers}, the layers of the target.")
     return [round(i * (num_target_layers - 1) / max(num_layers - 1, 1)) for i in range(num_layers)]
-
-
-def _check_token_ids(token_ids: torch.LongTensor, vocab_size: int) -> None:
-    valid = token_ids.ndim == 1 and len(token_ids) and not token_ids.is_floating_point()
-    if not (
-        valid and len(token_ids.unique()) == len(token_ids) and 0 <= token_ids.min() <= token_ids.max() < vocab_size
-    ):
-        raise ValueError(
-            f"`draft_token_ids` is a {token_ids.dtype} tensor of shape {tuple(token_ids.shape)}; expected one row of "
-            f"different ids from 0 to {vocab_size - 1}, the target's vocabulary, or None for all of it."
-        )
 
 
 @torch.no_grad()

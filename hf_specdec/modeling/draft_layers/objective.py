@@ -48,13 +48,8 @@ class DraftLayersObjective:
             raise ValueError(f"`temperature` is {temperature}; expected a number above 0, 1 for the target's own.")
         self.hidden_state_layers = (text_config(target).num_hidden_layers - 1,)
         self.kind, self.temperature = kind, temperature
-        self.places = None  # of every id of the target in the draft vocabulary, -1 if it is not there
         if isinstance(drafter, DraftLayersModel):
             drafter.check_target(target)
-            if drafter.token_ids is not None:
-                ids = drafter.token_ids
-                self.places = torch.full((drafter.config.vocab_size,), -1, device=ids.device)
-                self.places[ids] = torch.arange(len(ids), device=ids.device)
             return
         sizes = [text_config(model).vocab_size for model in (target, drafter)]
         if abs(sizes[0] - sizes[1]) >= VOCABULARY_PADDING:
@@ -77,8 +72,9 @@ class DraftLayersObjective:
         target_states = batch.hidden_states[self.hidden_state_layers[0]].detach()[:, :-1]
         target_states = target_states[counted.to(target_states.device)].to(states.device)
         labels = tokens.to(states.device)
-        if self.places is not None:
-            labels = self.places.to(states.device)[labels]
+        is_reduced = isinstance(drafter, DraftLayersModel) and drafter.token_ids is not None
+        if is_reduced:
+            labels = drafter.places(labels)
         sums = [
             checkpoint(self._sums, *parts, *heads, use_reentrant=False)
             for parts in zip(states.split(CHUNK), target_states.split(CHUNK), labels.split(CHUNK))
@@ -87,7 +83,7 @@ class DraftLayersObjective:
         num_tokens = torch.tensor(float(len(tokens)), device=states.device)
         num_known = (labels >= 0).sum().float()
         counts = {"accept_1": (num_agreed, num_tokens)}
-        if self.places is not None:
+        if is_reduced:
             counts["in_vocabulary"] = (num_known, num_tokens)
         return Losses(loss / (num_tokens if self.kind == "distill" else num_known).clamp(min=1), counts)
 

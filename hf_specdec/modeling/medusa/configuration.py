@@ -16,8 +16,6 @@ class MedusaConfig(DrafterConfig):
         num_layers (`int`): residual blocks of each head.
         block_bias (`bool`): whether the blocks' linear layers have a bias.
         has_own_output_heads (`bool`): each head has an output layer of its own; else all use the target's.
-        draft_vocab_size (`int`, *optional*): the heads propose this many ids only, those in the model's buffer
-            `draft_token_ids`; `None` for the target's whole vocabulary.
 
     Raises:
         ValueError: if a number is out of its range.
@@ -29,14 +27,8 @@ class MedusaConfig(DrafterConfig):
     num_layers: int = 1
     block_bias: bool = True
     has_own_output_heads: bool = False
-    draft_vocab_size: int | None = None
 
     def validate_sizes(self) -> None:
         for name in ("num_heads", "num_layers"):
             if getattr(self, name) < 1:
                 raise ValueError(f"`{name}` is {getattr(self, name)}; expected at least 1.")
-        if self.draft_vocab_size is not None and not 1 <= self.draft_vocab_size <= self.vocab_size:
-            raise ValueError(
-                f"`draft_vocab_size` is {self.draft_vocab_size}; expected 1 to {self.vocab_size}, the target's "
-                "vocabulary, or None for all of it."
-            )

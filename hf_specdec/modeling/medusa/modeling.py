@@ -13,7 +13,7 @@ from torch import nn
 
 from ..base import DrafterModel
 from ..checkpoint import Checkpoint
-from ..target import OutputHead, text_config
+from ..target import OutputHead
 from .configuration import MedusaConfig
 
 
@@ -50,8 +50,6 @@ class MedusaModel(DrafterModel):
             self.output_heads = nn.ModuleList(
                 nn.Linear(config.hidden_size, num_ids, bias=False) for _ in range(config.num_heads)
             )
-        if config.draft_vocab_size is not None:
-            self.register_buffer("draft_token_ids", torch.arange(num_ids))
         self.post_init()
 
     @torch.no_grad()
@@ -73,16 +71,7 @@ class MedusaModel(DrafterModel):
         Raises:
             ValueError: if `draft_token_ids` holds an id twice, or one that the target does not have.
         """
-        if draft_token_ids is not None:
-            ids, vocab_size = draft_token_ids, text_config(target).vocab_size
-            if ids.ndim != 1 or not 0 < len(ids) == len(ids.unique()) or ids.min() < 0 or ids.max() >= vocab_size:
-                raise ValueError(
-                    f"`draft_token_ids` is {ids}; expected different ids from 0 to {vocab_size - 1}, in one dimension."
-                )
-            fields["draft_vocab_size"] = len(draft_token_ids)
-        model = cls(MedusaConfig(**MedusaConfig.fields_of_target(target), **fields))
-        if draft_token_ids is not None:
-            model.draft_token_ids.copy_(draft_token_ids)
+        model = cls._made(MedusaConfig.fields_of_target(target) | fields, draft_token_ids)
         if model.output_heads is not None:
             rows = OutputHead(target, model.token_ids).rows()
             for head in model.output_heads:
@@ -94,11 +83,6 @@ class MedusaModel(DrafterModel):
         from .conversion import convert
 
         return convert(checkpoint)
-
-    @property
-    def token_ids(self) -> torch.LongTensor | None:
-        """Ids `(V_draft,)` of the target that the logits stand for; `None`: all, in order."""
-        return self.draft_token_ids if self.config.draft_vocab_size is not None else None
 
     def logits(self, states: torch.Tensor, head: int, output_head: OutputHead) -> torch.Tensor:
         """Logits `(..., V_draft)` of one head for hidden states `(..., D)`."""

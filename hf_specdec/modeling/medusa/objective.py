@@ -49,11 +49,6 @@ class MedusaObjective:
         self.progress = 0.0  # share of the run that is done, set by the trainer
         self.hidden_state_layers = (text_config(target).num_hidden_layers - 1,)
         self.decay = decay
-        ids = drafter.token_ids
-        self.places = None  # of every id of the target in the draft vocabulary, -1 if it is not there
-        if ids is not None:
-            self.places = torch.full((drafter.config.vocab_size,), -1, device=ids.device)
-            self.places[ids] = torch.arange(len(ids), device=ids.device)
 
     def __call__(self, drafter: MedusaModel, target: Any, batch: Batch) -> Losses:
         hidden = batch.hidden_states[self.hidden_state_layers[0]]
@@ -65,19 +60,16 @@ class MedusaObjective:
             labels, counted = batch.input_ids[:, ahead:], batch.is_response[:, ahead:]
             states, labels = hidden[:, :-ahead][counted], labels[counted]
             num_counted = torch.tensor(float(len(labels)), device=labels.device)
-            if self.places is not None:
-                labels = self.places.to(labels.device)[labels]
-                states, labels = states[labels >= 0], labels[labels >= 0]
+            labels = drafter.places(labels)
+            states, labels = states[labels >= 0], labels[labels >= 0]
             sums = checkpoint(_cross_entropy, drafter, states, labels, head, output_head, use_reentrant=False)
             loss = loss + self.decay ** (head + 1) * sums[0] / max(len(labels), 1)
             counts[f"accept_{head + 1}"] = (sums[1], num_counted)
         if self.is_joint:
-            warmth = (
-                1.0 if self.progress >= self.head_warmup else math.sin(math.pi / 2 * self.progress / self.head_warmup)
-            )
+            warmth = min(1.0, self.progress / self.head_warmup) if self.head_warmup else 1.0
             own = _target_loss(target, batch, hidden)
             counts["target_loss"] = (own.detach(), torch.ones_like(own))
-            loss = own + self.head_weight * warmth * loss
+            loss = own + self.head_weight * math.sin(math.pi / 2 * warmth) * loss
         return Losses(loss, counts)
 
 

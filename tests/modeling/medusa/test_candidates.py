@@ -632,5 +632,5 @@ def test_settings_of_the_generator(target, heads):
 
 @pytest.mark.parametrize("draft_token_ids", [[3, 5, 3], [3, 97], [-1, 4], [], [[3, 5]]])
 def test_draft_vocabulary(target, draft_token_ids):
-    with pytest.raises(ValueError, match=r"`draft_token_ids` .*expected different ids from 0 to 96"):
+    with pytest.raises(ValueError, match=r"`draft_token_ids` .*expected one row of different ids from 0 to 96"):
         MedusaModel.for_target(target, torch.tensor(draft_token_ids))
