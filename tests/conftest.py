@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import hf_specdec
@@ -47,6 +48,21 @@ def early_layers(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
     draft = tiny_llama(num_layers, vocab_size=model.config.vocab_size)
     draft.load_state_dict(state)
     return draft
+
+
+def byte_level_bpe(text: str, vocab_size: int, special_tokens: Sequence[str] = ("<s>", "</s>")) -> Tokenizer:
+    """A byte-level BPE trained on a few words."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(special_tokens),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([text], trainer)
+    return tokenizer
 
 
 def ragged_batch(lengths=PROMPT_LENGTHS, vocab_size: int = VOCAB_SIZE, seed: int = 1) -> dict[str, torch.Tensor]:

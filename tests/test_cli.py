@@ -9,8 +9,8 @@ import sys
 
 import pytest
 import torch
+from conftest import byte_level_bpe
 from rich.console import Console
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
@@ -25,16 +25,7 @@ CHAT_TEMPLATE = "{% for message in messages %}<s>{{ message['content'] }}</s>{% 
 
 def make_tokenizer(num_merges: int = 60, **options) -> PreTrainedTokenizerFast:
     """A byte-level BPE trained on a few words."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=258 + num_merges,
-        special_tokens=["<s>", "</s>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator([TEXT], trainer)
+    tokenizer = byte_level_bpe(TEXT, 258 + num_merges)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="</s>", **options
     )

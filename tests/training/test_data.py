@@ -7,7 +7,8 @@ import sys
 from itertools import groupby
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from conftest import byte_level_bpe
+from tokenizers import processors
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from hf_specdec.training.data import Example, encode, encode_records, load_records
@@ -52,16 +53,7 @@ STRICT = "{% if messages[0].role == 'system' %}{{ raise_exception('no system rol
 
 def make_tokenizer(chat_template: str | None = None, trim_offsets: bool = True) -> PreTrainedTokenizerFast:
     """A byte-level BPE that puts <s> and </s> around every text."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=320,
-        special_tokens=SPECIAL,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(["the cat sat on the mat    and the cat ran    away"], trainer)
+    tokenizer = byte_level_bpe("the cat sat on the mat    and the cat ran    away", 320, SPECIAL)
     around = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)])
     tokenizer.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=trim_offsets), around])
     return PreTrainedTokenizerFast(

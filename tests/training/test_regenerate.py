@@ -8,8 +8,8 @@ import re
 
 import pytest
 import torch
-from conftest import early_layers, tiny_llama
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from conftest import byte_level_bpe, early_layers, tiny_llama
+from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
@@ -38,16 +38,7 @@ RECORDS += [{"prompt": "the dog", "completion": " old"}, {"text": "the cat sat o
 
 def make_tokenizer(num_merges: int = 60) -> PreTrainedTokenizerFast:
     """A byte-level BPE that puts <s> and </s> around every text."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=258 + num_merges,
-        special_tokens=["<s>", "</s>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(["the cat sat on the mat and the dog sat on the log and the"], trainer)
+    tokenizer = byte_level_bpe("the cat sat on the mat and the dog sat on the log and the", 258 + num_merges)
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
     )
