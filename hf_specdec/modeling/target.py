@@ -5,6 +5,7 @@ Shapes: B rows, T tokens, D hidden size of the target, V its vocabulary, V_draft
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..generation.target import selection
+
+NUM_HASHED_VALUES = 256  # of each weight
 
 
 def unwrap(target: Any) -> PreTrainedModel:
@@ -39,6 +42,26 @@ def hidden_states(
     states = target(input_ids=input_ids, attention_mask=attention_mask, **options).hidden_states
     shift = len(states) - text_config(target).num_hidden_layers  # the embeddings may come first
     return {layer: states[layer + shift] for layer in layers}
+
+
+def target_hash(target: Any) -> str:
+    """Tells targets apart by name, shape and some values of every weight, PEFT adapters included.
+
+    The values are rounded to bfloat16 first, so a checkpoint loaded in float32 and in bfloat16 has one hash. Loaded in
+    float16, which lacks the smallest numbers, or quantised, it has another. Offloaded weights count with name and shape
+    alone; settings without weights, such as a scaled rotary embedding, do not count.
+    """
+    digest = hashlib.sha256(str(text_config(target).hidden_size).encode())
+    for name, weight in sorted(target.state_dict().items()):
+        if not isinstance(weight, torch.Tensor):
+            continue
+        digest.update(f"{name} {tuple(weight.shape)}".encode())
+        if not weight.is_meta:
+            values = weight.detach().reshape(-1)
+            # The step is no power of two for the usual shapes: the values come from many columns.
+            values = values[:: len(values) // NUM_HASHED_VALUES + 1]
+            digest.update(values.to(torch.bfloat16).float().cpu().numpy().tobytes())
+    return digest.hexdigest()
 
 
 class OutputHead:

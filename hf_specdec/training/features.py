@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
-from ..modeling.target import hidden_states, text_config, unwrap
+from ..modeling.target import hidden_states, target_hash, text_config, unwrap
 
 if TYPE_CHECKING:
     from .data import Example
@@ -35,7 +35,6 @@ FORMAT_VERSION = 1
 INDEX_FILE = "index.json"
 SCRATCH_FOLDER = "unfinished"  # inside the store, while a file is written
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
-NUM_HASHED_VALUES = 256  # of each weight
 
 
 def write_features(
@@ -213,26 +212,6 @@ def required_bytes(examples: Sequence[Example], hidden_size: int, layers: Sequen
 
 def _token_bytes(hidden_size: int, layers: Sequence[int], dtype: torch.dtype) -> int:
     return torch.int64.itemsize + torch.bool.itemsize + len(layers) * hidden_size * dtype.itemsize
-
-
-def target_hash(target: Any) -> str:
-    """Tells targets apart by name, shape and some values of every weight, PEFT adapters included.
-
-    The values are rounded to bfloat16 first, so a checkpoint loaded in float32 and in bfloat16 has one hash. Loaded in
-    float16, which lacks the smallest numbers, or quantised, it has another. Offloaded weights count with name and shape
-    alone; settings without weights, such as a scaled rotary embedding, do not count.
-    """
-    digest = hashlib.sha256(str(text_config(target).hidden_size).encode())
-    for name, weight in sorted(target.state_dict().items()):
-        if not isinstance(weight, torch.Tensor):
-            continue
-        digest.update(f"{name} {tuple(weight.shape)}".encode())
-        if not weight.is_meta:
-            values = weight.detach().reshape(-1)
-            # The step is no power of two for the usual shapes: the values come from many columns.
-            values = values[:: len(values) // NUM_HASHED_VALUES + 1]
-            digest.update(values.to(torch.bfloat16).float().cpu().numpy().tobytes())
-    return digest.hexdigest()
 
 
 def data_hash(examples: Sequence[Example]) -> str:

@@ -15,9 +15,10 @@ from conftest import VOCAB_SIZE, tiny_llama
 from peft import LoraConfig, get_peft_model
 from torch.utils.data import DataLoader
 
+from hf_specdec.modeling.target import target_hash
 from hf_specdec.training import features
 from hf_specdec.training.data import Example
-from hf_specdec.training.features import FeatureStore, required_bytes, target_hash, write_features
+from hf_specdec.training.features import FeatureStore, required_bytes, write_features
 
 LAYERS = (0, 2, 3)
 SMALL_SHARDS = 12_000  # two to three examples in float32
