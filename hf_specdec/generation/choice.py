@@ -230,7 +230,8 @@ class Rejection(Greedy):
 class TypicalAcceptance(Greedy):
     """Typical acceptance: keeps a draft x with target(x) > min(epsilon, delta exp(-H(target))), H the entropy; of the
     branches kept to their end the longest, of equally long ones the likeliest. NOT lossless: the text is neither that
-    of plain `generate` nor from the target's distribution. The token after the drafts is the target's likeliest.
+    of plain `generate` nor from the target's distribution. The token after the drafts is the target's likeliest. (With
+    logits processors of the user's own, which see one step at a time, it looks at chains only.)
 
     Source: Cai et al. 2401.10774, section 2.3.1.
 
@@ -259,7 +260,8 @@ class TypicalAcceptance(Greedy):
         depths, is_visible = depths.expand(num_rows, -1), is_visible.expand(num_rows, -1, -1)
         above = torch.arange(num_nodes, device=scores.device) if tree.is_chain else tree.parents + 1
         above = above.expand(num_rows, -1)  # each node's parent in the block
-        node_log_probs = log_probs[torch.arange(num_rows)[:, None], above, tree.tokens.clamp(min=0)]
+        rows = torch.arange(num_rows, device=scores.device)
+        node_log_probs = log_probs[rows[:, None], above, tree.tokens.clamp(min=0)]
         is_typical = (node_log_probs.exp() > threshold.gather(1, above)) & (tree.tokens != NO_TOKEN)
         is_typical = torch.nn.functional.pad(is_typical, (1, 0), value=True)
         node_log_probs = torch.nn.functional.pad(node_log_probs, (1, 0))
@@ -268,7 +270,7 @@ class TypicalAcceptance(Greedy):
         way = torch.where(is_visible, node_log_probs[:, None], 0).sum(-1).double()
         longest = torch.where(is_reached, depths, -1).amax(1, keepdim=True)
         end = way.where(is_reached & (depths == longest), -torch.inf).argmax(1)
-        on_way = is_visible[torch.arange(num_rows), end][:, 1:]
+        on_way = is_visible[rows, end][:, 1:]
         # Where the way goes on, the choice is its next node.
         going = torch.where(on_way, above, scores.shape[1])
         chosen = torch.nn.functional.pad(chosen, (0, 1))

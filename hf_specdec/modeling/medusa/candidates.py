@@ -60,9 +60,10 @@ class Medusa(CandidateGenerator):
     def propose(self, run: Run, num_draft_tokens: int) -> CandidateTree | None:
         if not run.num_new:
             return None  # nothing has been read yet
-        last = torch.tensor([max(num - 1, 0) for num in run.num_new])
         states = run.hidden_states[self.layer]
-        states = states[torch.arange(len(states)), last.to(states.device)].to(self.model.device, self.model.dtype)
+        last = torch.tensor([max(num - 1, 0) for num in run.num_new], device=states.device)
+        rows = torch.arange(len(states), device=states.device)
+        states = states[rows, last].to(self.model.device, self.model.dtype)
         logits = self.model(states, self.output_head)[:, : run.num_wanted - 1].to(run.device)
         token_ids = None if self.model.token_ids is None else self.model.token_ids.to(run.device)
         scores = run.processors.draft(logits, token_ids)

@@ -28,6 +28,7 @@ from transformers import (
 
 import hf_specdec
 from hf_specdec import Medusa, MedusaConfig, MedusaModel
+from hf_specdec.generation.cache import CACHE_NAME
 from hf_specdec.generation.choice import Greedy, SharedNoise
 from hf_specdec.generation.tree import NO_TOKEN, ROOT
 
@@ -428,7 +429,7 @@ def test_later_turn_with_a_cache(target, heads):
     first = target.generate(**inputs, assistant=heads, **options)
     ids = torch.cat([first.sequences, torch.tensor([[4, 17]])], dim=1)
     medusa = Watched(heads)
-    second = target.generate(ids, past_key_values=first.past_key_values, assistant=medusa, **options)
+    second = target.generate(ids, assistant=medusa, **options, **{CACHE_NAME: first[CACHE_NAME]})
     assert second.sequences.tolist() == target.generate(ids, **options).sequences.tolist()
     assert second.speculation.num_accepted > 0
     assert medusa.seen[0][2] is not None
