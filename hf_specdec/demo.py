@@ -25,7 +25,8 @@ from .smollm2 import load_model_and_tokenizer
 PLAIN = "plain generate"
 ACCEPTED_STYLE = "bold green"
 SAMPLING_SEED = 0
-DRAFTERS = Path(__file__).parent.parent / "drafters"  # trained for the default model; in the repository, not the wheel
+# Trained for the default model; in the repository, not in the wheel.
+DRAFTERS = next(filter(Path.is_dir, (Path(__file__).parent.parent / "drafters", Path("drafters"))), Path("drafters"))
 
 
 def _trained(folder: str, target: PreTrainedModel) -> dict[str, Any]:

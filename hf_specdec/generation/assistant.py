@@ -82,7 +82,7 @@ def load_by_name(name: str, target: PreTrainedModel, fallback_device: torch.devi
     """
     models = _loaded.setdefault(target, {})
     if name not in models:
-        if name in METHODS:
+        if name in METHODS and not Path(name).is_dir():
             raise ValueError(
                 f"`assistant` got {name!r}, a method that has weights; give the Hub id or folder of a drafter trained "
                 "for this target, or the loaded drafter."

@@ -52,6 +52,8 @@ class Checkpoint:
         self.name = str(name)
         self.hub_options = hub_options
         self.takes_pickles = use_safetensors is False
+        if self.name.startswith((".", "/", "~")) and not Path(self.name).is_dir():
+            raise FileNotFoundError(f"there is no folder {self.name!r}.")
         path = cached_file(self.name, "config.json", **hub_options)
         self.config: dict[str, Any] = {} if path is None else _json_object(Path(path))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -125,6 +125,12 @@ SeedOption = Annotated[int, typer.Option(help="Of initial weights, order and spl
 ResumeOption = Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in --output.")]
 
 
+def _settings(options: dict[str, Any]) -> dict[str, Any]:
+    """What a training run must be resumed with: all options but those that only say where and how fast."""
+    free = ("output", "resume", "device", "threads", "debug")
+    return {name: value for name, value in options.items() if name not in free}
+
+
 @app.command()
 def features(
     target: TargetOption,
@@ -208,19 +214,21 @@ def train_medusa(
       hf-specdec train medusa --target smollm2 --data features --output medusa --draft-vocab-size 8192
       hf-specdec train medusa --target Qwen/Qwen3-8B --data answers.jsonl --output medusa-2 --joint-epochs 1
     """
+    settings = _settings(locals())
     with _one_line_errors(debug):
         from ..modeling.medusa import MedusaModel, MedusaObjective
         from ..modeling.target import text_config
-        from .run import load_training_data, report_lines, train_drafter, training_arguments, with_adapter
+        from . import run
 
-        if joint_epochs > 0 and Path(data, "index.json").is_file():
+        if joint_epochs > 0 and run.is_feature_folder(data):
             raise ValueError(
                 "--joint-epochs trains the target, whose hidden states then change; give the data itself, not features."
             )
         if threads is not None:
             torch.set_num_threads(threads)
         model, tokenizer = load_model_and_tokenizer(target, device=device, dtype=dtype and dtype.value)
-        examples = load_training_data(data, split, model, tokenizer, max_length, num_held_out, seed)
+        examples = run.load_training_data(data, split, model, tokenizer, max_length, num_held_out, seed)
+        run.open_output(output, settings, resume)
         torch.manual_seed(seed)
         heads = MedusaModel.for_target(
             model,
@@ -229,17 +237,15 @@ def train_medusa(
             num_layers=num_layers,
             has_own_output_heads=own_output_heads,
         )
-        arguments = training_arguments(output, epochs, learning_rate, batch_size, seed, resume)
+        arguments = run.training_arguments(output, epochs, learning_rate, batch_size, seed)
         objective = MedusaObjective(heads, model)
-        report = train_drafter(heads, model, objective, examples, arguments, resume=resume)
+        report = run.train_drafter(heads, model, objective, examples, arguments, resume=resume)
         if joint_epochs > 0:
-            model = with_adapter(model, lora_rank)
-            arguments = training_arguments(
-                output / "joint", joint_epochs, joint_learning_rate, batch_size, seed, resume
-            )
+            model = run.with_adapter(model, lora_rank)
+            arguments = run.training_arguments(output / "joint", joint_epochs, joint_learning_rate, batch_size, seed)
             objective = MedusaObjective(heads, model, is_joint=True)
-            report = train_drafter(heads, model, objective, examples, arguments, trains_target=True, resume=resume)
-        typer.echo(report_lines(report))
+            report = run.train_drafter(heads, model, objective, examples, arguments, trains_target=True, resume=resume)
+        typer.echo(run.report_lines(report))
 
 
 @train_app.command("draft")
@@ -279,17 +285,19 @@ def train_draft(
       hf-specdec train draft --target smollm2 --data features --output draft --draft-vocab-size 8192
       hf-specdec train draft --target Qwen/Qwen3-8B --draft-model Qwen/Qwen3-0.6B --data answers.jsonl --output draft
     """
+    settings = _settings(locals())
     with _one_line_errors(debug):
         from ..modeling.draft_layers import DraftLayersModel, DraftLayersObjective
         from ..modeling.target import text_config
-        from .run import load_training_data, report_lines, train_drafter, training_arguments
+        from . import run
 
         if draft_model is not None and (draft_vocab_size or intermediate_size):
             raise ValueError("--draft-vocab-size and --intermediate-size shape new layers; leave out --draft-model.")
         if threads is not None:
             torch.set_num_threads(threads)
         model, tokenizer = load_model_and_tokenizer(target, device=device, dtype=dtype and dtype.value)
-        examples = load_training_data(data, split, model, tokenizer, max_length, num_held_out, seed)
+        examples = run.load_training_data(data, split, model, tokenizer, max_length, num_held_out, seed)
+        run.open_output(output, settings, resume)
         torch.manual_seed(seed)
         if draft_model is not None:
             drafter, _ = load_model_and_tokenizer(draft_model, device=device)
@@ -300,9 +308,9 @@ def train_draft(
                 intermediate_size=intermediate_size,
                 draft_token_ids=examples.draft_vocabulary(draft_vocab_size, text_config(model).vocab_size),
             )
-        arguments = training_arguments(output, epochs, learning_rate, batch_size, seed, resume)
+        arguments = run.training_arguments(output, epochs, learning_rate, batch_size, seed)
         objective = DraftLayersObjective(drafter, model)
-        report = train_drafter(drafter, model, objective, examples, arguments, resume=resume)
+        report = run.train_drafter(drafter, model, objective, examples, arguments, resume=resume)
         if draft_model is not None:
             tokenizer.save_pretrained(output)
-        typer.echo(report_lines(report))
+        typer.echo(run.report_lines(report))

@@ -78,7 +78,10 @@ def _read(source: str, split: str) -> Iterator[Any]:
     if path.suffix == ".parquet":
         return iter(load_dataset("parquet", data_files=str(path), split="train"))
     name, _, configuration = source.partition(":")
-    return iter(load_dataset(name, configuration or None, split=split))
+    try:
+        return iter(load_dataset(name, configuration or None, split=split))
+    except (OSError, ValueError) as error:
+        raise OSError(f"{source!r} is no file here, and no dataset of that name can be loaded: {error}") from error
 
 
 def _read_lines(path: Path) -> Iterator[Any]:

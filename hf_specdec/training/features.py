@@ -85,6 +85,8 @@ def write_features(
         "num_examples": len(examples),
     }
     before = _read_index(folder)
+    if before is None and folder.is_dir() and any(path.name != SCRATCH_FOLDER for path in folder.iterdir()):
+        raise ValueError(f"`folder` is {folder}, which holds other files; give a new or an empty folder.")
     if before is None:
         max_tokens = shard_bytes // _token_bytes(width, layers, dtype)
         index["shards"] = _plan_shards([len(example.input_ids) for example in examples], max_tokens)
@@ -264,13 +266,19 @@ def _check_examples(target: Any, examples: Sequence[Example]) -> None:
 def _check_same(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
     meaning = {"target_hash": "target", "data_hash": "examples", "layers": "layers", "dtype": "dtype"}
     changes = [
-        f"`{name}` was {before[key]} and is {now[key]}" for key, name in meaning.items() if before[key] != now[key]
+        f"`{name}` was {_short(before[key])} and is {_short(now[key])}"
+        for key, name in meaning.items()
+        if before[key] != now[key]
     ]
     if changes:
         raise ValueError(
             f"'{folder}' holds features that were made otherwise: {'; '.join(changes)}. Give another folder, or delete "
             "this one to begin anew."
         )
+
+
+def _short(value: Any) -> Any:
+    return f"{value[:12]}..." if isinstance(value, str) and len(value) == 64 else value  # a hash
 
 
 def _check_room(folder: Path, num_bytes: int) -> None:

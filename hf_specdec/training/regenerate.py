@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..modeling.target import target_hash
 from .data import render
+from .settings import changed_settings, write_settings
 
 
 def regenerate(
@@ -53,6 +55,8 @@ def regenerate(
     """
     _check_sizes(target, max_new_tokens, max_prompt_tokens, batch_size, temperature)
     output = Path(output)
+    if output.is_dir():
+        raise ValueError(f"`output` is {output}, a folder; give the .jsonl file to write.")
     conversations = [_Conversation(record, tokenizer, max_prompt_tokens) for record in records]
     conversations = sorted((c for c in conversations if c.wants_answer), key=lambda c: len(c.prompt_ids))
     if not conversations:
@@ -60,7 +64,8 @@ def regenerate(
             f"`max_prompt_tokens` is {max_prompt_tokens} and every prompt is longer, or there is none; raise it."
         )
     settings = {
-        "target": target.config._name_or_path,
+        "target": target_hash(target),
+        "dtype": str(target.dtype).removeprefix("torch."),
         "max_new_tokens": max_new_tokens,
         "max_prompt_tokens": max_prompt_tokens,
         "batch_size": batch_size,
@@ -191,19 +196,13 @@ def _resume(output: Path, settings: dict[str, Any], batch_size: int, total: int)
     """Checks that the file was begun with these settings, cuts it back to whole batches, and counts its records."""
     settings_file = output.with_name(output.name + ".settings.json")
     if not output.exists() or output.stat().st_size == 0:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        settings_file.write_text(json.dumps(settings, indent=1))
+        write_settings(settings_file, settings)
         return 0
-    before = json.loads(settings_file.read_text()) if settings_file.exists() else {}
-    if before != settings:
-        changes = "; ".join(
-            f"`{name}` was {before.get(name)!r} and is {settings.get(name)!r}"
-            for name in before | settings
-            if before.get(name) != settings.get(name)
-        )
+    changes = changed_settings(settings_file, settings) if settings_file.exists() else None
+    if changes != "":
         raise ValueError(
             f"`output` is {output}, which exists and was "
-            f"{f'made with other settings: {changes}' if before else 'not made by this function'}; give another "
+            f"{f'made with other settings: {changes}' if changes else 'not made by this function'}; give another "
             "output, or delete it to begin anew."
         )
     lines = output.read_bytes().split(b"\n")[:-1]  # what follows the last line break is nothing, or half a record

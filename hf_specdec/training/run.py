@@ -19,6 +19,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from .data import Example, encode_records, load_records
 from .features import FeatureStore
 from .objective import Objective
+from .settings import changed_settings, write_settings
 from .trainer import DrafterTrainer
 
 LONGEST_TEST_PROMPT = 16  # tokens of plain text; in a chat the prompt is what stands before the first response
@@ -65,7 +66,7 @@ class TrainingData:
         if size is None:
             return None
         if size > vocab_size:
-            raise ValueError(f"`size` is {size}, but the target has {vocab_size} ids; give fewer, or None for all.")
+            raise ValueError(f"`draft_vocab_size` is {size}, but the target has {vocab_size} ids; give at most those.")
         counts: Counter[int] = Counter()
         for example in self.train:
             ids, is_response = ids_and_responses(example)
@@ -100,27 +101,46 @@ def load_training_data(
     seed: int,
 ) -> TrainingData:
     """Data in any form that `train` takes: a feature folder, which is checked against the target, or records."""
-    if Path(source, "index.json").is_file():
+    if is_feature_folder(source):
         store = FeatureStore(source)
         store.check(target)
         return TrainingData.split(store, num_held_out, seed)
     return TrainingData.split(encode_records(load_records(source, split), tokenizer, max_length), num_held_out, seed)
 
 
-def training_arguments(
-    output: Path, epochs: float, learning_rate: float, batch_size: int, seed: int, resume: bool
-) -> TrainingArguments:
-    """AdamW without weight decay, warm-up over a tenth of the steps, then a cosine, as Medusa's recipe has it.
+def is_feature_folder(source: str) -> bool:
+    """Whether training data are a folder of features.
 
     Raises:
-        ValueError: if `output` holds a training run already and `resume` was not asked for, or the other way round.
+        ValueError: if they are a folder with weights, or with features that lack their index.
     """
-    checkpoint = get_last_checkpoint(output) if output.is_dir() else None
-    is_used = output.is_dir() and any(output.glob("*.safetensors"))
-    if resume and checkpoint is None:
-        raise ValueError(f"`resume` was asked for, but there is no checkpoint in {output}; leave it out to begin.")
-    if not resume and (checkpoint is not None or is_used):
+    if Path(source).is_dir() and not Path(source, "index.json").is_file() and any(Path(source).glob("*.safetensors")):
+        raise ValueError(f"`data` is {source}, a folder without an index.json of features; make them anew.")
+    return Path(source, "index.json").is_file()
+
+
+def open_output(output: Path, settings: dict[str, Any], resume: bool) -> None:
+    """Begins a training run in a folder, or checks that the one in it can go on with these settings.
+
+    Raises:
+        ValueError: if `output` holds a drafter or a run and `resume` was not asked for; or if it was, and there is no
+            run, or one with other settings.
+    """
+    file = output / "training_settings.json"
+    if resume:
+        if not file.is_file():
+            raise ValueError(f"`resume` was asked for, but {output} holds no training run; leave it out to begin.")
+        if changes := changed_settings(file, settings):
+            raise ValueError(f"the run in {output} was begun with other settings: {changes}; resume it with those.")
+    elif file.is_file() or (output.is_dir() and any(output.glob("*.safetensors"))):
         raise ValueError(f"{output} holds a drafter or a training run; resume it, delete it, or give another output.")
+    write_settings(file, settings)
+
+
+def training_arguments(
+    output: Path, epochs: float, learning_rate: float, batch_size: int, seed: int
+) -> TrainingArguments:
+    """AdamW without weight decay, warm-up over a tenth of the steps, then a cosine, as Medusa's recipe has it."""
     return TrainingArguments(
         str(output),
         num_train_epochs=epochs,
@@ -169,6 +189,8 @@ def train_drafter(
 ) -> dict[str, float]:
     """Trains in float32, saves in half precision, and tests; `training_report.json` in the output keeps the result.
 
+    With `resume` it goes on from the last checkpoint in the output folder, if there is one.
+
     Returns: the metrics of the last evaluation on the held-out text, and `tokens_per_pass` and `acceptance_rate`, from
         greedy decoding of up to `num_test_prompts` held-out prompts.
 
@@ -185,7 +207,8 @@ def train_drafter(
         data.held_out if len(data.held_out) else None,
         trains_target,
     )
-    trainer.train(resume_from_checkpoint=resume or None)
+    has_checkpoint = Path(arguments.output_dir).is_dir() and get_last_checkpoint(arguments.output_dir) is not None
+    trainer.train(resume_from_checkpoint=True if resume and has_checkpoint else None)
     report = trainer.evaluate() if len(data.held_out) else {}
     report = {name.removeprefix("eval_"): value for name, value in report.items()}
     drafter.to(torch.bfloat16 if dtype == torch.bfloat16 else torch.float16)

@@ -11,10 +11,11 @@ from test_regenerate import make_tokenizer
 from torch.utils.data import Subset
 from typer.testing import CliRunner
 
-from hf_specdec import AutoDrafter
+from hf_specdec import AutoDrafter, MedusaModel
 from hf_specdec.cli import app
 from hf_specdec.training.data import Example
-from hf_specdec.training.run import TrainingData, measure_by_decoding, training_arguments
+from hf_specdec.training.run import TrainingData, measure_by_decoding, open_output
+from hf_specdec.training.trainer import DrafterTrainer
 
 WORDS = (
     "the cat sat on the mat",
@@ -53,7 +54,7 @@ def test_draft_vocabulary_counts_responses_only():
     assert data.draft_vocabulary(2, 20).tolist() == [5, 7]
     assert data.draft_vocabulary(5, 20).tolist() == [0, 1, 3, 5, 7]
     assert data.draft_vocabulary(None, 20) is None
-    with pytest.raises(ValueError, match="`size` is 21, but the target has 20 ids; give fewer, or None for all"):
+    with pytest.raises(ValueError, match="`draft_vocab_size` is 21, but the target has 20 ids; give at most those"):
         data.draft_vocabulary(21, 20)
 
 
@@ -75,13 +76,22 @@ def test_measure_by_decoding(target, drafter):
 
 class TestOutput:
     def test_refuses_a_used_folder(self, tmp_path):
-        (tmp_path / "model.safetensors").touch()
-        with pytest.raises(ValueError, match=r"holds a drafter or a training run; resume it, delete it, or give"):
-            training_arguments(tmp_path, 1, 1e-3, 8, 0, resume=False)
+        (tmp_path / "drafter").mkdir()
+        (tmp_path / "drafter" / "model.safetensors").touch()
+        open_output(tmp_path / "run", {"seed": 0}, resume=False)
+        for used in ("drafter", "run"):
+            with pytest.raises(ValueError, match=r"holds a drafter or a training run; resume it, delete it, or give"):
+                open_output(tmp_path / used, {}, resume=False)
 
     def test_refuses_to_resume_nothing(self, tmp_path):
-        with pytest.raises(ValueError, match=r"there is no checkpoint in .*; leave it out to begin"):
-            training_arguments(tmp_path / "new", 1, 1e-3, 8, 0, resume=True)
+        with pytest.raises(ValueError, match=r"`resume` was asked for, but .*new holds no training run; leave it out"):
+            open_output(tmp_path / "new", {}, resume=True)
+
+    def test_resumes_with_the_same_settings_only(self, tmp_path):
+        open_output(tmp_path, {"seed": 0, "epochs": 2.0}, resume=False)
+        open_output(tmp_path, {"seed": 0, "epochs": 2.0}, resume=True)
+        with pytest.raises(ValueError, match=r"begun with other settings: `seed` was 0 and is 1; resume it with those"):
+            open_output(tmp_path, {"seed": 1, "epochs": 2.0}, resume=True)
 
 
 @pytest.fixture(scope="module")
@@ -134,6 +144,51 @@ def test_medusa_2_from_text(folder, tmp_path):
     assert (output / "model.safetensors").is_file()
     assert (output / "joint" / "target" / "adapter_model.safetensors").is_file()
     assert "target_loss" in json.loads((output / "joint" / "training_report.json").read_text())
+
+
+@pytest.mark.parametrize("stage", ["heads", "joint"])
+def test_medusa_2_resumes_in_either_stage(folder, tmp_path, monkeypatch, stage):
+    pytest.importorskip("peft")
+    output = tmp_path / "medusa"
+    command = ("train", "medusa", "--target", folder / "target", "--data", folder / "texts.jsonl", "--output", output)
+    command += (*TRAIN, "--joint-epochs", "2", "--lora-rank", "4")
+    compute_loss = DrafterTrainer.compute_loss
+
+    def dying(self, *args, **kwargs):
+        if self.state.global_step == 3 and self.model.trains_target == (stage == "joint"):
+            raise RuntimeError("killed")
+        return compute_loss(self, *args, **kwargs)
+
+    monkeypatch.setattr(DrafterTrainer, "compute_loss", dying)
+    run(*command, code=1)
+    monkeypatch.undo()
+    assert "begun with other settings: `seed` was 0 and is 1" in run(*command, "--resume", "--seed", 1, code=1).stderr
+    run(*command, "--resume")
+    assert (output / "joint" / "training_report.json").is_file()
+
+
+def test_a_folder_called_as_a_method(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    target = tiny_llama(2, vocab_size=len(make_tokenizer()))
+    MedusaModel.for_target(target).save_pretrained("medusa")
+    for name in ("medusa", "./medusa"):
+        run("generate", "--model", folder / "target", "--assistant", name, "--prompt", "the cat", "--max-new-tokens", 4)
+
+
+def test_data_that_are_a_folder_of_something_else(folder, tmp_path):
+    result = run(
+        *("train", "medusa", "--target", folder / "target", "--data", folder / "target", "--output", tmp_path / "m"),
+        code=1,
+    )
+    assert "a folder without an index.json of features; make them anew" in result.stderr
+
+
+def test_features_go_into_a_folder_of_their_own(folder):
+    result = run(
+        *("features", "--target", folder / "target", "--data", folder / "texts.jsonl", "--output", folder / "target"),
+        code=1,
+    )
+    assert "holds other files; give a new or an empty folder" in result.stderr
 
 
 def test_medusa_2_needs_data_not_features(folder, tmp_path):
