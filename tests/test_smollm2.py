@@ -19,7 +19,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from hf_specdec import smollm2
+from hf_specdec import AutoDrafter, smollm2
 from hf_specdec.smollm2 import (
     early_layers_copy,
     load_model_and_tokenizer,
@@ -264,3 +264,23 @@ class TestRealModel:
         assert draft.model.embed_tokens.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
         draft.save_pretrained(tmp_path)
         assert len(AutoModelForCausalLM.from_pretrained(tmp_path).model.layers) == 1
+
+    @pytest.mark.parametrize("name", ["medusa", "draft"])
+    @pytest.mark.parametrize("do_sample", [False, True])
+    def test_the_drafters_of_the_repository(self, loaded, name, do_sample):
+        model, tokenizer = loaded
+        folder = Path(__file__).parent.parent / "drafters" / f"smollm2-135m-instruct-{name}"
+        assert (folder / "model.safetensors").stat().st_size <= 8e6
+        drafter = AutoDrafter.from_pretrained(folder, target=model)
+        question = "A baker sells 12 loaves a day for 3 dollars each. How much does he earn in a week of 6 days?"
+        inputs = tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        options = {"max_new_tokens": 40, "do_sample": do_sample, "return_dict_in_generate": True}
+        torch.manual_seed(0)
+        plain = model.generate(**inputs, **options)
+        torch.manual_seed(0)
+        output = model.generate(**inputs, assistant=drafter, **options)
+        assert output.sequences.tolist() == plain.sequences.tolist()
+        # It was trained on such questions: a random or misread drafter would have next to nothing accepted.
+        assert output.speculation.mean_acceptance_length > 1.3
