@@ -6,6 +6,7 @@ Shapes: B rows, M = 1 + N tokens of a block (the last verified token, then the t
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -124,6 +125,14 @@ class SharedNoise(Greedy):
             self._draw(len(self.states) - 1)
         return self.draws[step] if step in self.draws else self._draw(step)
 
+    def _noise_ahead(
+        self, run: Run, offsets: Sequence[int], ids: slice | torch.LongTensor = slice(None)
+    ) -> torch.Tensor:
+        """Each row's draws `(B, len(offsets), V or ids)` for the steps that far after its next token."""
+        return torch.stack(
+            [torch.stack([self.noise(row.num_emitted + k)[row.index, ids] for k in offsets]) for row in run.rows]
+        )
+
     def _draw(self, step: int) -> torch.Tensor:
         self.generator.set_state(self.states[step])
         draw = torch.empty(self.num_rows, self.vocab_size, device=self.device).exponential_(generator=self.generator)
@@ -141,12 +150,7 @@ class SharedNoise(Greedy):
         if tree is None:
             return pick(self.rank(scores, run, 0))
         max_depth = min(tree.depth, scores.shape[1] - 1)
-        noise = torch.stack(
-            [
-                torch.stack([self.noise(row.num_emitted + d)[row.index] for d in range(max_depth + 1)])
-                for row in run.rows
-            ]
-        )
+        noise = self._noise_ahead(run, range(max_depth + 1))
         if not tree.is_chain:
             depths, _ = tree.visibility()
             noise = noise.gather(1, depths[..., None].expand(len(noise), -1, self.vocab_size))
@@ -156,8 +160,7 @@ class SharedNoise(Greedy):
         self, scores: torch.Tensor, run: Run, offset: int, token_ids: torch.LongTensor | None = None
     ) -> torch.Tensor:
         vocab_size = scores.shape[-1]
-        ids = slice(vocab_size) if token_ids is None else token_ids
-        noise = torch.stack([self.noise(row.num_emitted + offset)[row.index, ids] for row in run.rows])
+        noise = self._noise_ahead(run, [offset], slice(vocab_size) if token_ids is None else token_ids)
         noise = noise.to(scores.device).view(len(noise), *[1] * (scores.ndim - 2), vocab_size)
         return scores.softmax(-1) / noise
 
@@ -171,11 +174,8 @@ class SharedNoise(Greedy):
         With c = sqrt(1 + u^2) the mean over g is about q: a certain drafter (u near 0) trusts the noise, a vague one
         itself.
         """
-        steps = range(scores.shape[1])
-        noise = torch.stack(
-            [torch.stack([self.noise(row.num_emitted + step)[row.index] for step in steps]) for row in run.rows]
-        ).to(scores.device)
-        noise = noise[..., : scores.shape[-1]] if token_ids is None else noise[..., token_ids]
+        ids = slice(scores.shape[-1]) if token_ids is None else token_ids
+        noise = self._noise_ahead(run, range(scores.shape[1]), ids).to(scores.device)
         log_probs = scores.log_softmax(-1) * (1 + uncertainty**2) ** 0.5
         return ((log_probs - noise.log()) / uncertainty).softmax(-1)
 
@@ -292,6 +292,18 @@ def pick(weights: torch.Tensor) -> torch.LongTensor:
 def sample(weights: torch.Tensor) -> torch.LongTensor:
     """One index from the last dimension, with probability proportional to `weights`."""
     return pick(weights / torch.empty_like(weights).exponential_())
+
+
+def target_ids(index: torch.LongTensor, token_ids: torch.LongTensor | None) -> torch.LongTensor:
+    """The target's ids for indices into the scores of a drafter that proposes `token_ids`; `INVALID` is no guess."""
+    return index if token_ids is None else token_ids[index.clamp(min=0)].where(index >= 0, NO_TOKEN)
+
+
+def target_probs(probs: torch.Tensor, token_ids: torch.LongTensor | None, vocab_size: int) -> torch.Tensor:
+    """Distributions `(B, K, V_draft)` of such a drafter, as `(B, K, vocab_size)` over the target's ids."""
+    if token_ids is None:
+        return probs
+    return probs.new_zeros(*probs.shape[:2], vocab_size).index_copy_(2, token_ids, probs)
 
 
 def random_state(device: torch.device) -> torch.Tensor:

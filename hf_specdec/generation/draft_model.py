@@ -1,7 +1,7 @@
 """Draft-model speculation: a smaller causal language model guesses the next tokens one by one.
 
 Source: Leviathan et al. 2211.17192; Chen et al. 2302.01318.
-Shapes: B rows, K draft tokens, V vocabulary of the drafter, V_target that of the target.
+Shapes: B rows, K draft tokens, V vocabulary of the drafter.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .cache import GROWTH_ROOM
 from .cached_model import CachedModel
 from .candidates import CandidateGenerator
 from .checks import check_decoder_only
-from .choice import argmax
+from .choice import argmax, target_ids, target_probs
 from .retokenization import Retokenizer, same_tokenizer
 from .run import Run, output_vocab_size
 from .tree import NO_TOKEN, CandidateTree
@@ -106,7 +106,7 @@ class DraftModel(CandidateGenerator):
             logits = logits[:, : run.vocab_size].to(run.device)
             scores = run.processors.draft(logits, self.token_ids)
             index, prob = run.choice.draft(scores, run, depth, self.token_ids)
-            token = index if self.token_ids is None else self.token_ids[index]
+            token = target_ids(index, self.token_ids)
             tokens.append(token if is_confident is None else token.where(is_confident, NO_TOKEN))
             probs.append(prob)
             if threshold:
@@ -116,14 +116,10 @@ class DraftModel(CandidateGenerator):
                     break
             if depth + 1 < num_draft_tokens:
                 logits = self._read(token)
-        draft_probs = None if probs[0] is None else self._of_target(torch.stack(probs, dim=1), run)
+        draft_probs = None
+        if probs[0] is not None:
+            draft_probs = target_probs(torch.stack(probs, dim=1), self.token_ids, run.vocab_size)
         return CandidateTree(torch.stack(tokens, dim=1), draft_probs=draft_probs)
-
-    def _of_target(self, probs: torch.Tensor, run: Run) -> torch.Tensor:
-        """Distributions `(B, K, V)` over the drafter's ids, as `(B, K, V_target)` over the target's if those differ."""
-        if self.token_ids is None:
-            return probs
-        return probs.new_zeros(*probs.shape[:2], run.vocab_size).index_copy_(2, self.token_ids, probs)
 
     def _read(self, token: torch.LongTensor) -> torch.Tensor:
         """Reads one token a row, `(B,)`; logits `(B, V)` after it."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from ...generation.candidates import CandidateGenerator
+from ...generation.choice import target_ids, target_probs
 from ...generation.run import Run
-from ...generation.tree import NO_TOKEN, CandidateTree
+from ...generation.tree import CandidateTree
 from ..target import OutputHead, text_config
 from .modeling import MedusaModel
 from .trees import static_tree
@@ -56,6 +57,7 @@ class Medusa(CandidateGenerator):
         self.layer = text_config(run.target).num_hidden_layers - 1
         self.hidden_state_layers = (self.layer,)
         self.output_head = OutputHead(run.target, self.model.token_ids)
+        self.token_ids = None if self.model.token_ids is None else self.model.token_ids.to(run.device)
 
     def propose(self, run: Run, num_draft_tokens: int) -> CandidateTree | None:
         if not run.num_new:
@@ -65,24 +67,22 @@ class Medusa(CandidateGenerator):
         rows = torch.arange(len(states), device=states.device)
         states = states[rows, last].to(self.model.device, self.model.dtype)
         logits = self.model(states, self.output_head)[:, : run.num_wanted - 1].to(run.device)
-        token_ids = None if self.model.token_ids is None else self.model.token_ids.to(run.device)
-        scores = run.processors.draft(logits, token_ids)
+        scores = run.processors.draft(logits, self.token_ids)
         if not run.choice.takes_trees:
-            return self._chain(run, scores[:, :num_draft_tokens], token_ids)
+            return self._chain(run, scores[:, :num_draft_tokens])
         width = num_draft_tokens if self.paths is None else 1 + max(max(path) for path in self.paths)
-        chances, tokens = run.choice.chances(scores, run, token_ids, UNCERTAINTY).topk(min(width, scores.shape[-1]))
-        tokens = tokens if token_ids is None else token_ids[tokens]
+        chances = run.choice.chances(scores, run, self.token_ids, UNCERTAINTY)
+        chances, tokens = chances.topk(min(width, scores.shape[-1]))
+        tokens = target_ids(tokens, self.token_ids)
         if self.paths is not None:
             num_depths, width = tokens.shape[1:]
             paths = [path for path in self.paths if len(path) <= num_depths and max(path) < width]
             return CandidateTree.from_paths(paths[:num_draft_tokens], tokens) if paths else None
         return CandidateTree.best_first(tokens, chances, num_draft_tokens, run.min_chance(MIN_CHANCE_ON_CPU))
 
-    def _chain(self, run: Run, scores: torch.Tensor, token_ids: torch.LongTensor | None) -> CandidateTree:
+    def _chain(self, run: Run, scores: torch.Tensor) -> CandidateTree:
         """One drawn token for each depth, with the distributions they were drawn from."""
         drafted = [run.choice.draft(scores[:, depth], run, depth) for depth in range(scores.shape[1])]
         tokens, probs = (torch.stack(parts, dim=1) for parts in zip(*drafted))
-        if token_ids is not None:
-            tokens = token_ids[tokens.clamp(min=0)].where(tokens >= 0, NO_TOKEN)
-            probs = probs.new_zeros(*probs.shape[:2], run.vocab_size).index_copy_(2, token_ids, probs)
-        return CandidateTree(tokens, draft_probs=probs)
+        probs = target_probs(probs, self.token_ids, run.vocab_size)
+        return CandidateTree(target_ids(tokens, self.token_ids), draft_probs=probs)

@@ -400,3 +400,22 @@ def test_config_out_of_range():
         StrictDataclassError, match=r"`layer_config` has hidden_size 64 and `hidden_size` is 32; both must be"
     ):
         DraftLayersConfig(hidden_size=32, vocab_size=97, layer_config={"hidden_size": 64})
+
+
+@pytest.mark.parametrize("lengths", [(7,), (5, 11, 3)])
+def test_layers_that_overflow_under_rejection(target, lengths):
+    """A draft drawn from nan is no guess, whichever ids the layers propose."""
+    drafter = DraftLayersModel.for_target(target, draft_token_ids=torch.arange(10, 60))
+    with torch.no_grad():
+        drafter.body.model.norm.weight.fill_(torch.nan)
+    output = target.generate(
+        **ragged_batch(lengths),
+        max_new_tokens=12,
+        pad_token_id=0,
+        do_sample=True,
+        assistant=drafter,
+        assistant_sampling="rejection",
+        return_dict_in_generate=True,
+    )
+    assert output.sequences.shape[1] == max(lengths) + 12
+    assert output.speculation.num_accepted == 0
