@@ -252,6 +252,12 @@ def spread(values: list[float]) -> str:
     return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
 
+def tokens_per_pass(runs: list[dict]) -> float:
+    """Of all runs together."""
+    num_passes = sum(run["num_tokens"] / run["tokens_per_target_pass"] for run in runs)
+    return sum(run["num_tokens"] for run in runs) / num_passes
+
+
 def report_categories(records: list[dict], console: Console) -> None:
     """Tokens a pass and ratio to plain `generate` of each category's totals."""
     by_category = defaultdict(lambda: defaultdict(list))
@@ -264,9 +270,8 @@ def report_categories(records: list[dict], console: Console) -> None:
         plain = by_method[PLAIN]
         cells = []
         for runs in (by_method[name] for name in names):
-            num_passes = sum(run["num_tokens"] / run["tokens_per_target_pass"] for run in runs)
             speed = sum(run["seconds"] for run in plain) / sum(run["seconds"] for run in runs)
-            cells.append(f"{sum(run['num_tokens'] for run in runs) / num_passes:.2f}, {speed:.2f}")
+            cells.append(f"{tokens_per_pass(runs):.2f}, {speed:.2f}")
         table.add_row(category, str(len(plain)), *cells)
     console.print(table)
 
@@ -279,13 +284,12 @@ def report(records: list[dict], console: Console, show_share: bool) -> None:
     table = Table(Column("method", no_wrap=True), *columns)
     for name, runs in by_method.items():
         num_tokens, seconds = sum(run["num_tokens"] for run in runs), sum(run["seconds"] for run in runs)
-        num_passes = sum(run["num_tokens"] / run["tokens_per_target_pass"] for run in runs)
         num_same = sum(run["same_text"] for run in runs)
         table.add_row(
             name,
             f"{num_tokens / seconds:.1f}",
             spread([run["ratio_to_plain"] for run in runs]),
-            f"{num_tokens / num_passes:.2f}",
+            f"{tokens_per_pass(runs):.2f}",
             f"{statistics.median(run['share_outside_forwards'] for run in runs):.2%}" if show_share else "-",
             "same" if num_same == len(runs) else f"differs in {len(runs) - num_same} of {len(runs)}",
         )

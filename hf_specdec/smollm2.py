@@ -28,6 +28,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from .modeling.checkpoint import folder_or_id
+
 logger = logging.getLogger(__name__)
 
 SMOLLM2 = "smollm2"  # the name that stands for this model wherever a model is asked for
@@ -94,14 +96,7 @@ def resolve_name(name: str) -> str:
     Raises:
         FileNotFoundError: if `name` is written as a path and no folder is there.
     """
-    if name == SMOLLM2:
-        return str(smollm2_folder())
-    if name.startswith((".", "/", "~")):
-        folder = Path(name).expanduser()
-        if not folder.is_dir():
-            raise FileNotFoundError(f"there is no folder '{name}'")
-        return str(folder)
-    return name
+    return str(smollm2_folder()) if name == SMOLLM2 else folder_or_id(name)
 
 
 def load_model_and_tokenizer(

@@ -8,7 +8,13 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LogitsProcessor,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 import hf_specdec
 from hf_specdec import CandidateGenerator, CandidateTree
@@ -124,10 +130,32 @@ class OracleDrafter(CandidateGenerator):
         return CandidateTree(tokens, None if self.branches == 1 else torch.tensor(parents, device=run.device))
 
 
+class Moody(LogitsProcessor):
+    """What it returns depends on how often it was called."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def __call__(self, input_ids, scores):
+        self.num_calls += 1
+        scores[:, self.num_calls % 97 :: 5] += 1.5
+        return scores
+
+
 def real_rows(sequences: torch.Tensor, inputs: dict[str, torch.Tensor]) -> list[list[int]]:
     """Rows of an output without the prompt's padding."""
     starts = (inputs["attention_mask"] == 0).sum(1).tolist()
     return [row[start:] for row, start in zip(sequences.tolist(), starts)]
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token for each printable ASCII character."""
+    vocab = ["<pad>", "<s>", "</s>", *map(chr, range(33, 127))]
+    backend = Tokenizer(models.BPE({token: index for index, token in enumerate(vocab)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>")
 
 
 @pytest.fixture(scope="session")

@@ -25,6 +25,20 @@ PICKLES = (".pt", ".bin")
 HUB_OPTIONS = {"revision", "token", "cache_dir", "subfolder", "local_files_only", "force_download", "proxies"}
 
 
+def folder_or_id(name: str) -> str:
+    """A name that is written as a path is that folder; any other is a Hub id or folder as it is.
+
+    Raises:
+        FileNotFoundError: if no folder is there.
+    """
+    if not name.startswith((".", "/", "~")):
+        return name
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        raise FileNotFoundError(f"there is no folder '{name}'")
+    return str(folder)
+
+
 class Checkpoint:
     """Config (empty if it has none, as an adapter) and tensors of a checkpoint.
 
@@ -49,11 +63,9 @@ class Checkpoint:
                 f"a checkpoint is not loaded with {', '.join(map(repr, unknown))}; the options are "
                 f"{', '.join(sorted(HUB_OPTIONS))}. Move the loaded drafter with `.to(...)`."
             )
-        self.name = str(name)
+        self.name = folder_or_id(str(name))
         self.hub_options = hub_options
         self.takes_pickles = use_safetensors is False
-        if self.name.startswith((".", "/", "~")) and not Path(self.name).is_dir():
-            raise FileNotFoundError(f"there is no folder {self.name!r}.")
         path = cached_file(self.name, "config.json", **hub_options)
         self.config: dict[str, Any] = {} if path is None else _json_object(Path(path))
 

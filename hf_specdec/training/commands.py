@@ -12,8 +12,9 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..cli import DebugOption, DeviceOption, DtypeOption, _one_line_errors, app, load_assistant
+from ..cli import DebugOption, DeviceOption, Dtype, DtypeOption, _one_line_errors, app, load_assistant
 from ..smollm2 import SMOLLM2, load_model_and_tokenizer
 
 TargetOption = Annotated[
@@ -36,6 +37,14 @@ def progress_bar(description: str) -> Iterator[Callable[[int, int], None]]:
     with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=Console(stderr=True)) as bar:
         task = bar.add_task(description, total=None)
         yield lambda num_done, total: bar.update(task, completed=num_done, total=total)
+
+
+def _load(
+    target: str, device: str | None, dtype: Dtype | None, threads: int | None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    if threads is not None:
+        torch.set_num_threads(threads)
+    return load_model_and_tokenizer(target, device=device, dtype=dtype and dtype.value)
 
 
 @app.command()
@@ -75,10 +84,8 @@ def regenerate(
         from .data import load_records
         from .regenerate import regenerate
 
-        if threads is not None:
-            torch.set_num_threads(threads)
         records = load_records(data, split)
-        model, tokenizer = load_model_and_tokenizer(target, device=device, dtype=dtype and dtype.value)
+        model, tokenizer = _load(target, device, dtype, threads)
         with progress_bar("Answers") as progress:
             num_answered = regenerate(
                 model,
@@ -159,10 +166,8 @@ def features(
         from .data import encode_records, load_records
         from .features import write_features
 
-        if threads is not None:
-            torch.set_num_threads(threads)
         records = load_records(data, split)
-        model, tokenizer = load_model_and_tokenizer(target, device=device, dtype=dtype and dtype.value)
+        model, tokenizer = _load(target, device, dtype, threads)
         last = text_config(model).num_hidden_layers - 1
         try:
             wanted = (last,) if layers is None else tuple(int(layer) for layer in layers.split(","))
@@ -224,9 +229,7 @@ def train_medusa(
             raise ValueError(
                 "--joint-epochs trains the target, whose hidden states then change; give the data itself, not features."
             )
-        if threads is not None:
-            torch.set_num_threads(threads)
-        model, tokenizer = load_model_and_tokenizer(target, device=device, dtype=dtype and dtype.value)
+        model, tokenizer = _load(target, device, dtype, threads)
         examples = run.load_training_data(data, split, model, tokenizer, max_length, num_held_out, seed)
         run.open_output(output, settings, resume)
         torch.manual_seed(seed)
@@ -293,9 +296,7 @@ def train_draft(
 
         if draft_model is not None and (draft_vocab_size or intermediate_size):
             raise ValueError("--draft-vocab-size and --intermediate-size shape new layers; leave out --draft-model.")
-        if threads is not None:
-            torch.set_num_threads(threads)
-        model, tokenizer = load_model_and_tokenizer(target, device=device, dtype=dtype and dtype.value)
+        model, tokenizer = _load(target, device, dtype, threads)
         examples = run.load_training_data(data, split, model, tokenizer, max_length, num_held_out, seed)
         run.open_output(output, settings, resume)
         torch.manual_seed(seed)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -27,9 +27,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from ..modeling.target import hidden_states, target_hash, text_config, unwrap
-
-if TYPE_CHECKING:
-    from .data import Example
+from .data import Example
 
 FORMAT_VERSION = 1
 INDEX_FILE = "index.json"
@@ -175,18 +173,20 @@ class FeatureStore(Dataset):
         return len(self._places)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
+        row = self._tensors(index, ["input_ids", "is_response", *(f"hidden_states.{layer}" for layer in self.layers)])
+        hidden_states = {layer: row.pop(f"hidden_states.{layer}") for layer in self.layers}
+        return {**row, "hidden_states": hidden_states}
+
+    def example(self, index: int) -> Example:
+        """What the states of `self[index]` were computed from, read without them."""
+        row = self._tensors(index, ["input_ids", "is_response"])
+        return Example(row["input_ids"].tolist(), row["is_response"].tolist())
+
+    def _tensors(self, index: int, names: list[str]) -> dict[str, torch.Tensor]:
         number, start, end = self._places[index].tolist()
         with safe_open(self.folder / self._files[number], "pt") as file:
-
-            def read(name: str) -> torch.Tensor:
-                # A slice is a view of the whole mapped shard, all of which would go to another process with it.
-                return file.get_slice(name)[start:end].clone()
-
-            return {
-                "input_ids": read("input_ids"),
-                "is_response": read("is_response"),
-                "hidden_states": {layer: read(f"hidden_states.{layer}") for layer in self.layers},
-            }
+            # A slice is a view of the whole mapped shard, all of which would go to another process with it.
+            return {name: file.get_slice(name)[start:end].clone() for name in names}
 
     def check(self, target: Any = None, layers: Sequence[int] | None = None) -> None:
         """Raises `ValueError` if the features come from another target or lack one of these layers."""

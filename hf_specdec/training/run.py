@@ -6,7 +6,7 @@ import itertools
 import json
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,8 +68,7 @@ class TrainingData:
         if size > vocab_size:
             raise ValueError(f"`draft_vocab_size` is {size}, but the target has {vocab_size} ids; give at most those.")
         counts: Counter[int] = Counter()
-        for example in self.train:
-            ids, is_response = ids_and_responses(example)
+        for ids, is_response in examples_of(self.train):
             counts.update(token for token, is_counted in zip(ids, is_response) if is_counted)
         kept = dict.fromkeys(token for token, _ in counts.most_common(size))
         others = (token for token in range(vocab_size) if token not in kept)
@@ -78,17 +77,16 @@ class TrainingData:
     def test_prompts(self, num_prompts: int) -> list[list[int]]:
         """What stands before the first response of held-out examples; of plain text its first tokens."""
         prompts = []
-        for example in self.held_out:
-            ids, is_response = ids_and_responses(example)
+        for ids, is_response in examples_of(self.held_out):
             prompts.append(ids[: max(is_response.index(True), min(LONGEST_TEST_PROMPT, len(ids) // 2))])
         return [prompt for prompt in prompts if prompt][:num_prompts]
 
 
-def ids_and_responses(example: Any) -> tuple[list[int], list[bool]]:
-    """Ids and response mask of an example from either source."""
-    if isinstance(example, dict):
-        return example["input_ids"].tolist(), example["is_response"].tolist()
-    return example.input_ids, example.is_response
+def examples_of(part: Sequence[Any]) -> Iterator[Example]:
+    """The examples of one part; of a store without their hidden states, which may be many times larger."""
+    source, indices = (part.dataset, part.indices) if isinstance(part, Subset) else (part, range(len(part)))
+    read = source.example if isinstance(source, FeatureStore) else source.__getitem__
+    return map(read, indices)
 
 
 def load_training_data(

@@ -8,8 +8,7 @@ import time
 import pytest
 import torch
 from conftest import OracleDrafter, ragged_batch, real_rows, tiny_llama
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, StoppingCriteria, StoppingCriteriaList
+from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 NUM_NEW = 20
@@ -24,16 +23,6 @@ CASES = [
 @pytest.fixture(scope="module")
 def target():
     return tiny_llama(2, seed=3, initializer_range=0.5)
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    """One token for each printable ASCII character."""
-    vocab = ["<pad>", "<s>", "</s>", *map(chr, range(33, 127))]
-    backend = Tokenizer(models.BPE({token: index for index, token in enumerate(vocab)}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>")
 
 
 def new_tokens(model, inputs, **kwargs) -> list[list[int]]:

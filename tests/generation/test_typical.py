@@ -7,8 +7,8 @@ import random
 
 import pytest
 import torch
-from conftest import OracleDrafter, ragged_batch, real_rows
-from transformers import LogitsProcessor, LogitsProcessorList
+from conftest import Moody, OracleDrafter, ragged_batch, real_rows
+from transformers import LogitsProcessorList
 from transformers.utils import logging
 
 from hf_specdec import CandidateGenerator, CandidateTree, Medusa, MedusaModel, TypicalAcceptance
@@ -187,18 +187,6 @@ def test_every_token_is_typical(target, drafter, medusa, kind, lengths):
         for place in range(start, len(row)):
             before = probs[place - 1]
             assert is_typical(rule, before, row[place]) or before[row[place]] >= max(before) - 1e-5
-
-
-class Moody(LogitsProcessor):
-    """What it returns depends on how often it was called."""
-
-    def __init__(self) -> None:
-        self.num_calls = 0
-
-    def __call__(self, input_ids, scores):
-        self.num_calls += 1
-        scores[:, self.num_calls % 97 :: 5] += 1.5
-        return scores
 
 
 @pytest.mark.parametrize("lengths", [(7,), (5, 11, 3)])

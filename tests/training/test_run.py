@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from hf_specdec import AutoDrafter, MedusaModel
 from hf_specdec.cli import app
 from hf_specdec.training.data import Example
+from hf_specdec.training.features import FeatureStore, write_features
 from hf_specdec.training.run import TrainingData, measure_by_decoding, open_output
 from hf_specdec.training.trainer import DrafterTrainer
 
@@ -56,6 +57,16 @@ def test_draft_vocabulary_counts_responses_only():
     assert data.draft_vocabulary(None, 20) is None
     with pytest.raises(ValueError, match="`draft_vocab_size` is 21, but the target has 20 ids; give at most those"):
         data.draft_vocabulary(21, 20)
+
+
+def test_ids_are_read_from_features_without_the_states(tmp_path, target, monkeypatch):
+    examples = [Example([9, 5, 5, 7], [False, True, True, True]), Example([9, 3], [False, True])]
+    store = write_features(target, examples, tmp_path, layers=(3,))
+    assert [store.example(i) for i in range(2)] == examples
+    monkeypatch.delattr(FeatureStore, "__getitem__")
+    data = TrainingData.split(store, 1, seed=0)
+    assert data.draft_vocabulary(1, 97).tolist() == [5]
+    assert data.test_prompts(1) == [[9]]
 
 
 def test_test_prompts():

@@ -12,18 +12,15 @@ import itertools
 
 import pytest
 import torch
-from conftest import ragged_batch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from conftest import Moody, ragged_batch
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
-    LogitsProcessor,
     LogitsProcessorList,
     MistralConfig,
     MistralForCausalLM,
-    PreTrainedTokenizerFast,
 )
 
 import hf_specdec
@@ -116,16 +113,6 @@ def target():
 @pytest.fixture(scope="module")
 def heads(target):
     return listener(target)
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    """One token for each printable ASCII character."""
-    vocab = ["<pad>", "<s>", "</s>", *map(chr, range(33, 127))]
-    backend = Tokenizer(models.BPE({token: index for index, token in enumerate(vocab)}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>")
 
 
 class Watched(Medusa):
@@ -335,18 +322,6 @@ def test_end_inside_a_branch(target, heads, tokenizer, same_text, lengths, do_sa
         for ended in (eos, both) if len(lengths) > 1 else (eos, stop, both):
             assert len(ended.speculation.drafted_mask[0]) == place + 1
             assert ended.speculation.drafted_mask[0][place]
-
-
-class Moody(LogitsProcessor):
-    """What it returns depends on how often it was called."""
-
-    def __init__(self) -> None:
-        self.num_calls = 0
-
-    def __call__(self, input_ids, scores):
-        self.num_calls += 1
-        scores[:, self.num_calls % 97 :: 5] += 1.5
-        return scores
 
 
 @pytest.mark.parametrize("lengths", [(7,), RAGGED])
