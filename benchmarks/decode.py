@@ -121,7 +121,7 @@ def transformers_draft(generate: Callable, drafter: torch.nn.Module, num_tokens:
 
 
 def build_methods(target, drafter, options: argparse.Namespace, eos_ids: set[int]) -> dict[str, Callable]:
-    """Name -> function of the inputs and the most new tokens, which returns prompt and new tokens."""
+    """Name -> function of the inputs and the most new tokens, which gives prompt and new tokens, ours with statistics."""
     num_tokens = options.num_assistant_tokens
 
     is_greedy = options.temperature == 0
@@ -137,7 +137,9 @@ def build_methods(target, drafter, options: argparse.Namespace, eos_ids: set[int
     asked = {name: value for name, value in asked.items() if value is not None}
 
     def ours(assistant) -> Callable:
-        return lambda inputs, length: generate(inputs, length, assistant=assistant, **asked)
+        return lambda inputs, length: generate(
+            inputs, length, assistant=assistant, return_dict_in_generate=True, **asked
+        )
 
     methods = {PLAIN: generate}
     # The bare loop, and transformers' assisted generation, which refuses batches and samples another text.
@@ -225,6 +227,8 @@ def measure(methods, clock: ForwardClock, batches, options: argparse.Namespace, 
                 clock.reset()
                 start = time.perf_counter()
                 output = methods[name](inputs, options.max_new_tokens)
+                speculation = getattr(output, "speculation", None)
+                output = output if speculation is None else output.sequences
                 if output.is_cuda:
                     torch.cuda.synchronize()
                 seconds = time.perf_counter() - start
@@ -240,6 +244,8 @@ def measure(methods, clock: ForwardClock, batches, options: argparse.Namespace, 
                     "tokens_per_second": num_tokens / seconds,
                     "tokens_per_target_pass": num_tokens / clock.num_row_passes,
                     "share_outside_forwards": 1 - clock.seconds / seconds,
+                    "drafter_seconds": speculation.drafter_seconds if speculation else 0.0,
+                    "num_drafted": speculation.num_drafted if speculation else 0,
                 }
             for name, run in runs.items():
                 run["same_text"] = texts[name] == texts[PLAIN]
@@ -256,6 +262,15 @@ def tokens_per_pass(runs: list[dict]) -> float:
     """Of all runs together."""
     num_passes = sum(run["num_tokens"] / run["tokens_per_target_pass"] for run in runs)
     return sum(run["num_tokens"] for run in runs) / num_passes
+
+
+def draft_cost(runs: list[dict], plain: list[dict]) -> str:
+    """c: seconds of the drafter for a draft token (of the longest branch), over those of plain `generate`'s tokens."""
+    num_drafted = sum(run["num_drafted"] for run in runs)
+    if num_drafted == 0:
+        return "-"
+    plain_seconds = sum(run["seconds"] for run in plain) / sum(run["num_tokens"] for run in plain)
+    return f"{sum(run['drafter_seconds'] for run in runs) / num_drafted / plain_seconds:.3f}"
 
 
 def report_categories(records: list[dict], console: Console) -> None:
@@ -280,7 +295,7 @@ def report(records: list[dict], console: Console, show_share: bool) -> None:
     by_method = defaultdict(list)
     for record in records:
         by_method[record["method"]].append(record)
-    columns = ["tokens / s", "ratio to plain", "tokens / pass", "outside forwards", "text"]
+    columns = ["tokens / s", "ratio to plain", "tokens / pass", "c", "outside forwards", "text"]
     table = Table(Column("method", no_wrap=True), *columns)
     for name, runs in by_method.items():
         num_tokens, seconds = sum(run["num_tokens"] for run in runs), sum(run["seconds"] for run in runs)
@@ -290,6 +305,7 @@ def report(records: list[dict], console: Console, show_share: bool) -> None:
             f"{num_tokens / seconds:.1f}",
             spread([run["ratio_to_plain"] for run in runs]),
             f"{tokens_per_pass(runs):.2f}",
+            draft_cost(runs, by_method[PLAIN]),
             f"{statistics.median(run['share_outside_forwards'] for run in runs):.2%}" if show_share else "-",
             "same" if num_same == len(runs) else f"differs in {len(runs) - num_same} of {len(runs)}",
         )

@@ -20,17 +20,15 @@ import torch
 
 from hf_specdec.smollm2 import load_model_and_tokenizer
 
-NUM_MATH = 360  # of the 7,473 questions of GSM8K's training part
 
-
-def benchmark_questions(folder: Path) -> list[list[str]]:
-    """The user's turns of each chat."""
+def benchmark_questions(folder: Path, num_math: int) -> list[list[str]]:
+    """The user's turns of each chat, with so many of the 7,473 questions of GSM8K's training part."""
     spec_bench, gsm8k, tasks = (
         [json.loads(line) for line in (folder / name).read_text(encoding="utf-8").splitlines()]
         for name in ("spec_bench_question.jsonl", "gsm8k_train.jsonl", "self_instruct_seed_tasks.jsonl")
     )
     chats = [question["turns"] for question in spec_bench[1::2]]
-    chats += [[question["question"]] for question in random.sample(gsm8k, NUM_MATH)]
+    chats += [[question["question"]] for question in random.sample(gsm8k, num_math)]
     for task in tasks:
         text = task["instances"][0]["input"]
         chats.append([task["instruction"] + (f"\n\n{text}" if text else "")])
@@ -60,12 +58,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--num-math", type=int, default=360, help="questions of GSM8K")
     parser.add_argument("--num-own", type=int, default=800, help="questions that the model writes itself")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     random.seed(options.seed)
     torch.manual_seed(options.seed)
-    chats = benchmark_questions(options.data) + own_questions(options.num_own)
+    chats = benchmark_questions(options.data, options.num_math) + own_questions(options.num_own)
     options.output.write_text("".join(json.dumps({"turns": turns}) + "\n" for turns in chats), encoding="utf-8")
 
 

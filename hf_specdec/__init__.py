@@ -16,6 +16,7 @@ from .generation.tree import CandidateTree
 from .keyword import install_keyword
 from .modeling.auto import AutoDrafter
 from .modeling.draft_layers import DraftLayersConfig, DraftLayersModel
+from .modeling.eagle import Eagle, EagleConfig, EagleModel
 from .modeling.medusa import Medusa, MedusaConfig, MedusaModel
 from .registry import register_method
 
@@ -28,6 +29,9 @@ __all__ = [
     "DraftLayersConfig",
     "DraftLayersModel",
     "DraftModel",
+    "Eagle",
+    "EagleConfig",
+    "EagleModel",
     "Medusa",
     "MedusaConfig",
     "MedusaModel",

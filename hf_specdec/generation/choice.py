@@ -45,15 +45,22 @@ class Choice(Protocol):
         """
 
     def chances(
-        self, scores: torch.Tensor, run: Run, token_ids: torch.LongTensor | None = None, uncertainty: float = 1.0
+        self,
+        scores: torch.Tensor,
+        run: Run,
+        token_ids: torch.LongTensor | None = None,
+        uncertainty: float = 1.0,
+        offset: int | None = None,
     ) -> torch.Tensor:
-        """The chance that the target chooses each token, as far as a drafter can tell, for several steps at once.
+        """The chance that the target chooses each token, as far as a drafter can tell, for several scores at once.
 
         Args:
-            scores (`torch.FloatTensor` of shape `(B, K, V_draft)`): the drafter's processed scores of the next K steps.
+            scores (`torch.FloatTensor` of shape `(B, K, V_draft)`): the drafter's processed scores.
             token_ids (`torch.LongTensor` of shape `(V_draft,)`, *optional*): the ids they stand for; default all.
             uncertainty (`float`): how far the drafter's log-probabilities are from the target's, as the scale of a
                 Gumbel distribution; above zero.
+            offset (`int`, *optional*): all are guesses for the token that many steps ahead, as for `rank`; default:
+                they are for the next K tokens.
         Returns: `torch.FloatTensor` of the same shape, rows summing to 1.
         """
 
@@ -81,7 +88,12 @@ class Greedy:
         return scores
 
     def chances(
-        self, scores: torch.Tensor, run: Run, token_ids: torch.LongTensor | None = None, uncertainty: float = 1.0
+        self,
+        scores: torch.Tensor,
+        run: Run,
+        token_ids: torch.LongTensor | None = None,
+        uncertainty: float = 1.0,
+        offset: int | None = None,
     ) -> torch.Tensor:
         return scores.softmax(-1)
 
@@ -165,7 +177,12 @@ class SharedNoise(Greedy):
         return scores.softmax(-1) / noise
 
     def chances(
-        self, scores: torch.Tensor, run: Run, token_ids: torch.LongTensor | None = None, uncertainty: float = 1.0
+        self,
+        scores: torch.Tensor,
+        run: Run,
+        token_ids: torch.LongTensor | None = None,
+        uncertainty: float = 1.0,
+        offset: int | None = None,
     ) -> torch.Tensor:
         """What the shared noise tells of the target's choice, and what it leaves open.
 
@@ -175,7 +192,8 @@ class SharedNoise(Greedy):
         itself.
         """
         ids = slice(scores.shape[-1]) if token_ids is None else token_ids
-        noise = self._noise_ahead(run, range(scores.shape[1]), ids).to(scores.device)
+        offsets = range(scores.shape[1]) if offset is None else [offset]
+        noise = self._noise_ahead(run, offsets, ids).to(scores.device)
         log_probs = scores.log_softmax(-1) * (1 + uncertainty**2) ** 0.5
         return ((log_probs - noise.log()) / uncertainty).softmax(-1)
 

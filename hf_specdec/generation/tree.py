@@ -121,10 +121,31 @@ class CandidateTree:
             below = (scores[:, :, None] + chances[:, depth, None].log()).flatten(1)
             scores, flat = below.topk(min(num_nodes, below.shape[1]))
             level = tokens[:, depth].gather(1, flat % width)
-            levels.append((scores, level, index.gather(1, flat // width)))
+            levels.append((level, index.gather(1, flat // width), scores))
             index = torch.arange(num_before, num_before + flat.shape[1], device=tokens.device).expand_as(flat)
             num_before += flat.shape[1]
-        scores, tokens, parents = (torch.cat(parts, dim=1) for parts in zip(*levels))
+        return cls.best_of(*(torch.cat(parts, dim=1) for parts in zip(*levels)), num_nodes, min_chance, num_depths)
+
+    @classmethod
+    def best_of(
+        cls,
+        tokens: torch.LongTensor,
+        parents: torch.LongTensor,
+        scores: torch.Tensor,
+        num_nodes: int,
+        min_chance: float,
+        depth: int,
+    ) -> CandidateTree | None:
+        """The likeliest nodes of a larger tree.
+
+        Args:
+            tokens, parents (`torch.LongTensor` of shape `(B, M)`): the larger tree, level by level.
+            scores (`torch.FloatTensor` of shape `(B, M)`): logarithm of each node's chance; never above its parent's.
+            depth (`int`): levels of the larger tree.
+            num_nodes, min_chance: as for `best_first`.
+
+        Returns: each row a tree of its own; `None` if no node is likely enough.
+        """
         # A stable sort: of equal scores, a certain child's and its parent's, the shallower comes first.
         order = scores.sort(dim=1, descending=True, stable=True).indices[:, :num_nodes]
         is_kept = scores.gather(1, order) >= (math.log(min_chance) if min_chance > 0 else torch.finfo(scores.dtype).min)
@@ -134,11 +155,11 @@ class CandidateTree:
                 return None
             order, is_kept = order[:, :widest], is_kept[:, :widest]
         places = torch.arange(order.shape[1], device=order.device).expand_as(order)
-        place = torch.zeros_like(scores, dtype=torch.long).scatter_(1, order, places)  # of each node in the tree
+        place = torch.zeros_like(parents).scatter_(1, order, places)  # of each node in the tree
         parents = parents.gather(1, order)
         parents = torch.where(parents == ROOT, ROOT, place.gather(1, parents.clamp(min=0)))
         tokens = tokens.gather(1, order).where(is_kept, NO_TOKEN)
-        return cls(tokens, parents, depth=min(num_depths, tokens.shape[1]))
+        return cls(tokens, parents, depth=min(depth, tokens.shape[1]))
 
     @property
     def num_nodes(self) -> int:

@@ -6,6 +6,7 @@ embedding, its output head) is handed to it where it is used, and never stored.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,6 +88,19 @@ class DrafterModel(PreTrainedModel):
         super().__init__(config)
         if config.draft_vocab_size is not None:
             self.register_buffer("draft_token_ids", torch.arange(config.draft_vocab_size))
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        # The rotary frequencies move with the layers, but a cast of these would blur the positions of a long text.
+        exact = {
+            (module, name): module._buffers[name]
+            for module in self.modules()
+            for name in module._non_persistent_buffers_set
+        }
+        super()._apply(fn, recurse)
+        for (module, name), buffer in exact.items():
+            if buffer is not None and not buffer.is_meta:
+                module._buffers[name] = buffer.to(module._buffers[name].device)
+        return self
 
     @property
     def token_ids(self) -> torch.LongTensor | None:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 import zipfile
-from functools import cached_property
+from collections.abc import Iterable
+from functools import cached_property, reduce
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from transformers.utils import cached_file, has_file
+
+if TYPE_CHECKING:
+    from .base import DrafterConfig, DrafterModel
 
 # The first that is there holds the weights. Heads that lie beside a whole model in a file of their own come before it.
 WEIGHTS = (
@@ -22,6 +27,8 @@ WEIGHTS = (
     "pytorch_model.bin.index.json",
 )
 PICKLES = (".pt", ".bin")
+QUANTIZED = re.compile(r"scale|scaling_factor|qweight|qzeros|g_idx|absmax|quant_map")
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 HUB_OPTIONS = {"revision", "token", "cache_dir", "subfolder", "local_files_only", "force_download", "proxies"}
 
 
@@ -80,6 +87,11 @@ class Checkpoint:
     def weights(self) -> Path | None:
         """The file with the weights, or their index; `None` if there is neither."""
         return next(filter(None, map(self._find, WEIGHTS)), None)
+
+    @property
+    def place(self) -> str:
+        """Name and file, for messages."""
+        return f"{self.name!r} ({self.weights.name})"
 
     @property
     def is_one_pickle(self) -> bool:
@@ -141,6 +153,70 @@ class Checkpoint:
                 "when loaded, which is refused. Download it again, or ask its publisher for safetensors."
             )
         return stored
+
+
+def account_for(checkpoint: Checkpoint, what: str, missing: Iterable[str], left_over: Iterable[str]) -> None:
+    """Raises `ValueError` if there are such tensors, named as in the file: they are quantized, or of another kind."""
+    missing, left_over = sorted(missing), sorted(left_over)
+    _refuse_quantized(checkpoint, what, [name for name in left_over if QUANTIZED.search(name)])
+    if missing or left_over:
+        raise ValueError(
+            f"the tensors of {what} in {checkpoint.place} are not complete, or not of a kind known here: missing "
+            f"{', '.join(missing) or 'none'}; left over {', '.join(left_over) or 'none'}. Download it again, or take "
+            "another checkpoint."
+        )
+
+
+def refuse_other_dtypes(checkpoint: Checkpoint, what: str, tensors: dict[str, torch.Tensor]) -> None:
+    """Raises `ValueError` if one of these weights is not in one of `DTYPES`."""
+    other = [f"{name} ({tensor.dtype})" for name, tensor in tensors.items() if tensor.dtype not in DTYPES]
+    _refuse_quantized(checkpoint, what, other)
+
+
+def _refuse_quantized(checkpoint: Checkpoint, what: str, names: list[str]) -> None:
+    if names:
+        raise ValueError(
+            f"the tensors of {what} in {checkpoint.place} are quantized: {', '.join(names)}; expected float16, "
+            "bfloat16, float32 or float64. Take the checkpoint that was not quantized."
+        )
+
+
+def parameter_shapes(drafter: type[DrafterModel], config: DrafterConfig) -> dict[str, tuple[int, ...]]:
+    """Our names of the parameters that a drafter with this config has, with their shapes."""
+    with torch.device("meta"):
+        return {name: tuple(parameter.shape) for name, parameter in drafter(config).named_parameters()}
+
+
+def drafter_of(
+    drafter: type[DrafterModel],
+    config: DrafterConfig,
+    tensors: dict[str, torch.Tensor],
+    draft_token_ids: torch.LongTensor | None,
+    checkpoint: Checkpoint,
+    published: dict[str, str],
+) -> DrafterModel:
+    """The drafter with these weights; of a file of several dtypes, in the one that holds them all.
+
+    Args:
+        tensors: our name of each of its parameters -> weight.
+        published: our name -> name in the file, for messages.
+
+    Raises:
+        ValueError: if a weight is of the wrong shape.
+    """
+    shapes = parameter_shapes(drafter, config)
+    wrong = [
+        f"{published[own]} is {tuple(tensor.shape)}, expected {shapes[own]}"
+        for own, tensor in tensors.items()
+        if tuple(tensor.shape) != shapes[own]
+    ]
+    if wrong:
+        raise ValueError(f"{checkpoint.place} has tensors of the wrong shape: {'; '.join(wrong)}.")
+    dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors.values()))
+    if draft_token_ids is not None:
+        tensors = tensors | {"draft_token_ids": draft_token_ids}
+    # Unlike `load_state_dict` this also fills the buffers that are in no file, such as rotary frequencies.
+    return drafter.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype)
 
 
 def _json_object(path: Path) -> dict[str, Any]:

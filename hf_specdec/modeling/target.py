@@ -117,3 +117,39 @@ class OutputHead:
                 logits = logits[..., self.token_ids.to(logits.device)]
         logits = logits * self.scale
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+
+class Borrowed(nn.Module):
+    """A layer of the target, for callers on another device or in another dtype.
+
+    Args:
+        layer (`nn.Module`): an embedding or an output layer; not changed.
+        device, dtype: of what the caller gets.
+        token_ids (`torch.LongTensor` of shape `(V_draft,)`, *optional*): the columns of the output wanted; default all.
+    """
+
+    def __init__(
+        self, layer: nn.Module, device: torch.device, dtype: torch.dtype, token_ids: torch.LongTensor | None = None
+    ) -> None:
+        super().__init__()
+        self.layer = layer
+        self.device, self.dtype = device, dtype
+        self.token_ids = token_ids
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.layer.weight
+
+    @property
+    def out_features(self) -> int:
+        return self.layer.out_features if self.token_ids is None else len(self.token_ids)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        weight = self.weight
+        if weight.device.type != "meta":
+            is_cast = inputs.is_floating_point() and weight.is_floating_point()
+            inputs = inputs.to(weight.device, weight.dtype if is_cast else None)
+        outputs = self.layer(inputs)
+        if self.token_ids is not None:
+            outputs = outputs[..., self.token_ids.to(outputs.device)]
+        return outputs.to(self.device, self.dtype)

@@ -123,11 +123,16 @@ VocabularyOption = Annotated[
     int | None,
     typer.Option(min=1, help="Propose only so many ids, the commonest of the data: faster. Default: all."),
 ]
+WidthOption = Annotated[int | None, typer.Option(min=1, help="Width of its MLPs. Default: the target's.")]
 EpochsOption = Annotated[float, typer.Option(min=0.0, help="Times through the data.")]
 RateOption = Annotated[float, typer.Option(min=0.0, help="Learning rate, after warm-up; falls to 0 along a cosine.")]
 BatchOption = Annotated[int, typer.Option(min=1, help="Examples a step.")]
 LengthOption = Annotated[int, typer.Option(min=2, help="Examples are cut to so many tokens.")]
 HeldOutOption = Annotated[int, typer.Option(min=0, help="Examples kept apart for evaluation and the final test.")]
+Bf16Option = Annotated[
+    bool,
+    typer.Option("--bf16", help="Compute in bfloat16; weights stay in float32. Faster on most GPUs and new CPUs."),
+]
 SeedOption = Annotated[int, typer.Option(help="Of initial weights, order and split.")]
 ResumeOption = Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in --output.")]
 
@@ -136,6 +141,13 @@ def _settings(options: dict[str, Any]) -> dict[str, Any]:
     """What a training run must be resumed with: all options but those that only say where and how fast."""
     free = ("output", "resume", "device", "threads", "debug")
     return {name: value for name, value in options.items() if name not in free}
+
+
+def _layer_numbers(option: str, text: str) -> list[int]:
+    try:
+        return [int(layer) for layer in text.split(",")]
+    except ValueError:
+        raise ValueError(f"{option} got {text!r}; expected numbers of layers such as '1,15,28'.") from None
 
 
 @app.command()
@@ -169,10 +181,7 @@ def features(
         records = load_records(data, split)
         model, tokenizer = _load(target, device, dtype, threads)
         last = text_config(model).num_hidden_layers - 1
-        try:
-            wanted = (last,) if layers is None else tuple(int(layer) for layer in layers.split(","))
-        except ValueError:
-            raise ValueError(f"--layers got {layers!r}; expected numbers of layers such as '1,15,{last}'.") from None
+        wanted = (last,) if layers is None else tuple(_layer_numbers("--layers", layers))
         examples = encode_records(records, tokenizer, max_length)
         with progress_bar("Features") as progress:
             write_features(model, examples, output, layers=wanted, batch_size=batch_size, progress=progress)
@@ -205,6 +214,7 @@ def train_medusa(
     batch_size: BatchOption = 8,
     max_length: LengthOption = 2048,
     num_held_out: HeldOutOption = 32,
+    bf16: Bf16Option = False,
     seed: SeedOption = 0,
     resume: ResumeOption = False,
     device: DeviceOption = None,
@@ -240,12 +250,14 @@ def train_medusa(
             num_layers=num_layers,
             has_own_output_heads=own_output_heads,
         )
-        arguments = run.training_arguments(output, epochs, learning_rate, batch_size, seed)
+        arguments = run.training_arguments(output, epochs, learning_rate, batch_size, seed, bf16)
         objective = MedusaObjective(heads, model)
         report = run.train_drafter(heads, model, objective, examples, arguments, resume=resume)
         if joint_epochs > 0:
             model = run.with_adapter(model, lora_rank)
-            arguments = run.training_arguments(output / "joint", joint_epochs, joint_learning_rate, batch_size, seed)
+            arguments = run.training_arguments(
+                output / "joint", joint_epochs, joint_learning_rate, batch_size, seed, bf16
+            )
             objective = MedusaObjective(heads, model, is_joint=True)
             report = run.train_drafter(heads, model, objective, examples, arguments, trains_target=True, resume=resume)
         typer.echo(run.report_lines(report))
@@ -265,15 +277,14 @@ def train_draft(
         int,
         typer.Option(min=1, help="Decoder layers, begun as copies of the target's, between its embedding and head."),
     ] = 1,
-    intermediate_size: Annotated[
-        int | None, typer.Option(min=1, help="Width of their MLP. Default: the target's.")
-    ] = None,
+    intermediate_size: WidthOption = None,
     draft_vocab_size: VocabularyOption = None,
     epochs: EpochsOption = 3.0,
     learning_rate: RateOption = 5e-4,
     batch_size: BatchOption = 8,
     max_length: LengthOption = 2048,
     num_held_out: HeldOutOption = 32,
+    bf16: Bf16Option = False,
     seed: SeedOption = 0,
     resume: ResumeOption = False,
     device: DeviceOption = None,
@@ -309,9 +320,131 @@ def train_draft(
                 intermediate_size=intermediate_size,
                 draft_token_ids=examples.draft_vocabulary(draft_vocab_size, text_config(model).vocab_size),
             )
-        arguments = run.training_arguments(output, epochs, learning_rate, batch_size, seed)
+        arguments = run.training_arguments(output, epochs, learning_rate, batch_size, seed, bf16)
         objective = DraftLayersObjective(drafter, model)
         report = run.train_drafter(drafter, model, objective, examples, arguments, resume=resume)
         if draft_model is not None:
             tokenizer.save_pretrained(output)
         typer.echo(run.report_lines(report))
+
+
+@train_app.command("eagle")
+def train_eagle(
+    target: TargetOption,
+    data: TrainingDataOption,
+    output: OutputOption,
+    split: SplitOption = "train",
+    num_layers: Annotated[int, typer.Option(min=1, help="Decoder layers of the drafter.")] = 1,
+    intermediate_size: WidthOption = None,
+    draft_vocab_size: VocabularyOption = None,
+    token_weight: Annotated[
+        float, typer.Option(min=0.0, help="Of the tokens' loss; that of the hidden states weighs 1.")
+    ] = 0.1,
+    epochs: EpochsOption = 3.0,
+    learning_rate: RateOption = 1e-3,
+    batch_size: BatchOption = 8,
+    max_length: LengthOption = 2048,
+    num_held_out: HeldOutOption = 32,
+    bf16: Bf16Option = False,
+    seed: SeedOption = 0,
+    resume: ResumeOption = False,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+    threads: ThreadsOption = None,
+    debug: DebugOption = False,
+) -> None:
+    """Train an EAGLE-1 drafter (EAGLE-2 drafts from the same weights).
+
+    \b
+    Example:
+      hf-specdec train eagle --target smollm2 --data features --output eagle --draft-vocab-size 8192
+    """
+    settings = _settings(locals())
+    with _one_line_errors(debug):
+        _train_eagle(settings, output, resume, device, threads, {"token_weight": token_weight}, version=1)
+
+
+@train_app.command("eagle3")
+def train_eagle3(
+    target: TargetOption,
+    data: TrainingDataOption,
+    output: OutputOption,
+    split: SplitOption = "train",
+    target_layers: Annotated[
+        str | None,
+        typer.Option(help="Layers of the target to fuse, from 0: '1,14,26'. Default: a low, a middle, a high one."),
+    ] = None,
+    num_layers: Annotated[int, typer.Option(min=1, help="Decoder layers of the drafter.")] = 1,
+    intermediate_size: WidthOption = None,
+    draft_vocab_size: VocabularyOption = None,
+    own_output_head: Annotated[
+        bool,
+        typer.Option("--own-output-head", help="Train an output head of its own, which begins as the target's."),
+    ] = False,
+    num_steps: Annotated[int, typer.Option(min=1, help="Tokens that it practises to draft in a row.")] = 7,
+    epochs: EpochsOption = 3.0,
+    learning_rate: RateOption = 1e-3,
+    batch_size: BatchOption = 8,
+    max_length: LengthOption = 2048,
+    num_held_out: HeldOutOption = 32,
+    bf16: Bf16Option = False,
+    seed: SeedOption = 0,
+    resume: ResumeOption = False,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+    threads: ThreadsOption = None,
+    debug: DebugOption = False,
+) -> None:
+    """Train an EAGLE-3 drafter.
+
+    Features for it hold the layers that it fuses and the last one.
+
+    \b
+    Example:
+      hf-specdec features --target smollm2 --data answers.jsonl --output features --layers 1,14,26,29
+      hf-specdec train eagle3 --target smollm2 --data features --output eagle3 --draft-vocab-size 8192
+    """
+    settings = _settings(locals())
+    with _one_line_errors(debug):
+        fields = {
+            "target_layers": target_layers and _layer_numbers("--target-layers", target_layers),
+            "has_own_output_head": own_output_head,
+        }
+        _train_eagle(settings, output, resume, device, threads, {"num_steps": num_steps}, version=3, **fields)
+
+
+def _train_eagle(
+    settings: dict[str, Any],
+    output: Path,
+    resume: bool,
+    device: str | None,
+    threads: int | None,
+    objective_options: dict[str, Any],
+    **fields: Any,
+) -> None:
+    from ..modeling.eagle import EagleModel
+    from ..modeling.eagle.objective import objective
+    from ..modeling.target import text_config
+    from . import run
+
+    def asked(*names: str) -> list[Any]:
+        return [settings[name] for name in names]
+
+    model, tokenizer = _load(settings["target"], device, settings["dtype"], threads)
+    data, split, max_length, num_held_out, seed = asked("data", "split", "max_length", "num_held_out", "seed")
+    examples = run.load_training_data(data, split, model, tokenizer, max_length, num_held_out, seed)
+    run.open_output(output, settings, resume)
+    torch.manual_seed(seed)
+    drafter = EagleModel.for_target(
+        model,
+        draft_token_ids=examples.draft_vocabulary(settings["draft_vocab_size"], text_config(model).vocab_size),
+        num_layers=settings["num_layers"],
+        intermediate_size=settings["intermediate_size"],
+        **fields,
+    )
+    arguments = run.training_arguments(output, *asked("epochs", "learning_rate", "batch_size", "seed", "bf16"))
+    arguments.adam_beta2, arguments.max_grad_norm = 0.95, 0.5  # EAGLE's recipe
+    report = run.train_drafter(
+        drafter, model, objective(drafter, model, **objective_options), examples, arguments, resume=resume
+    )
+    typer.echo(run.report_lines(report))

@@ -194,7 +194,7 @@ class FeatureStore(Dataset):
         if layers is not None and not set(layers) <= set(self.layers):
             raise ValueError(
                 f"`layers` is {tuple(layers)}; the features in '{self.folder}' are of the layers {self.layers}. "
-                f"{again}, or ask for those."
+                f"{again} (`hf-specdec features --layers {','.join(map(str, sorted(layers)))}`), or ask for those."
             )
         if target is None:
             return

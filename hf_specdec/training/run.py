@@ -130,13 +130,13 @@ def open_output(output: Path, settings: dict[str, Any], resume: bool) -> None:
             raise ValueError(f"`resume` was asked for, but {output} holds no training run; leave it out to begin.")
         if changes := changed_settings(file, settings):
             raise ValueError(f"the run in {output} was begun with other settings: {changes}; resume it with those.")
-    elif file.is_file() or (output.is_dir() and any(output.glob("*.safetensors"))):
+    elif any(output.glob("*.safetensors")) or any(output.glob("checkpoint-*")):  # a run that failed at once left none
         raise ValueError(f"{output} holds a drafter or a training run; resume it, delete it, or give another output.")
     write_settings(file, settings)
 
 
 def training_arguments(
-    output: Path, epochs: float, learning_rate: float, batch_size: int, seed: int
+    output: Path, epochs: float, learning_rate: float, batch_size: int, seed: int, bf16: bool = False
 ) -> TrainingArguments:
     """AdamW without weight decay, warm-up over a tenth of the steps, then a cosine, as Medusa's recipe has it."""
     return TrainingArguments(
@@ -149,6 +149,8 @@ def training_arguments(
         per_device_train_batch_size=batch_size,
         per_device_eval_batch_size=batch_size,
         seed=seed,
+        bf16=bf16,
+        use_cpu=not torch.accelerator.is_available(),  # else it refuses bfloat16
         logging_steps=20,
         eval_strategy="epoch",
         save_strategy="epoch",

@@ -13,11 +13,12 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from ..modeling.base import DrafterModel
 from ..modeling.target import hidden_states
+from .features import FeatureStore
 from .objective import Batch, Objective
 
 JOINT_DRAFTER_RATE = 4.0  # learning rate of the drafter relative to the target's, as in Medusa-2's recipe
@@ -71,6 +72,9 @@ class DrafterTrainer(Trainer):
         train_dataset, eval_dataset: examples ([`Example`]), whose hidden states are then computed in every step, or a
             [`FeatureStore`], which holds them.
 
+    Raises:
+        ValueError: if a store lacks a layer that the objective needs.
+
     Metrics: whatever the objective counts, e.g. `accept_1`, the share of held-out tokens that the first head guesses.
     """
 
@@ -85,6 +89,10 @@ class DrafterTrainer(Trainer):
         trains_target: bool = False,
         **kwargs: Any,
     ) -> None:
+        for dataset in (train_dataset, eval_dataset):
+            source = dataset.dataset if isinstance(dataset, Subset) else dataset
+            if isinstance(source, FeatureStore):
+                source.check(layers=objective.hidden_state_layers)
         args.remove_unused_columns = False
         args.label_names = []
         module = TrainingModule(drafter, target, objective, trains_target)

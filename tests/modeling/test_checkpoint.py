@@ -11,7 +11,14 @@ import torch
 from safetensors.torch import save_file
 from transformers.utils import cached_file
 
-from hf_specdec.modeling.checkpoint import Checkpoint
+from hf_specdec import MedusaConfig, MedusaModel
+from hf_specdec.modeling.checkpoint import (
+    Checkpoint,
+    account_for,
+    drafter_of,
+    parameter_shapes,
+    refuse_other_dtypes,
+)
 
 TENSORS = {"a": torch.arange(4.0), "b": torch.ones(2, 2, dtype=torch.bfloat16)}
 
@@ -198,3 +205,33 @@ def test_pickle_of_something_else(name, tmp_path, content):
     path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
     with pytest.raises(OSError, match=r"is no file of plain tensors"):
         _ = Checkpoint(name, use_safetensors=False).tensor_names
+
+
+def test_tensors_are_accounted_for(name, tmp_path):
+    save_file(TENSORS, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint(name)
+    account_for(checkpoint, "the heads", [], [])
+    with pytest.raises(
+        ValueError, match=r"the heads in .*model.safetensors.* missing a, b; left over none. Download it"
+    ):
+        account_for(checkpoint, "the heads", {"b", "a"}, ())
+    with pytest.raises(ValueError, match=r"missing none; left over other.bias"):
+        account_for(checkpoint, "the heads", (), ["other.bias"])
+    with pytest.raises(ValueError, match=r"the heads in .* are quantized: c.qweight, c.scales; expected float16"):
+        account_for(checkpoint, "the heads", ["c.weight"], ["c.scales", "c.qweight", "other"])
+    refuse_other_dtypes(checkpoint, "the heads", TENSORS)
+    with pytest.raises(ValueError, match=r"are quantized: c \(torch.int8\); expected .* that was not quantized"):
+        refuse_other_dtypes(checkpoint, "the heads", TENSORS | {"c": torch.ones(2, dtype=torch.int8)})
+
+
+def test_drafter_of_tensors(name, tmp_path):
+    save_file(TENSORS, tmp_path / "model.safetensors")
+    config = MedusaConfig(hidden_size=3, vocab_size=5, draft_vocab_size=2, num_heads=1, block_bias=False)
+    own, ids = "heads.0.0.linear.weight", torch.tensor([4, 1])
+    assert parameter_shapes(MedusaModel, config) == {own: (3, 3)}
+    weight = torch.randn(3, 3, dtype=torch.float64)
+    drafter = drafter_of(MedusaModel, config, {own: weight}, ids, Checkpoint(name), {own: "published"})
+    assert torch.equal(drafter.heads[0][0].linear.weight, weight) and drafter.dtype == torch.float64
+    assert torch.equal(drafter.token_ids, ids)
+    with pytest.raises(ValueError, match=r"has tensors of the wrong shape: published is \(3, 2\), expected \(3, 3\)"):
+        drafter_of(MedusaModel, config, {own: weight[:, :2]}, ids, Checkpoint(name), {own: "published"})

@@ -6,7 +6,6 @@ Shapes: B rows, T tokens, D hidden size of the target, V its vocabulary, V_draft
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ...generation.attention import decoder_model
 from ..base import DrafterModel
-from ..target import OutputHead, text_config, unwrap
+from ..target import Borrowed, OutputHead, text_config, unwrap
 from .configuration import DraftLayersConfig
 
 SHARED = ("model.embed_tokens.", "lm_head.")  # of a causal LM: what the target lends
@@ -115,19 +114,6 @@ class DraftLayersModel(DrafterModel):
                 heads[head] = state, _linear(OutputHead(target, ids)).to(self.device, self.dtype)
         return heads[head][1]
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> DraftLayersModel:
-        # The rotary frequencies move with the layers, but a cast of these would blur the positions of a long text.
-        exact = {
-            (module, name): module._buffers[name]
-            for module in self.body.modules()
-            for name in module._non_persistent_buffers_set
-        }
-        super()._apply(fn, recurse)
-        for (module, name), buffer in exact.items():
-            if buffer is not None and not buffer.is_meta:
-                module._buffers[name] = buffer.to(module._buffers[name].device)
-        return self
-
     def forward(self, target: Any, input_ids: torch.LongTensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
         """States `(B, T, D)` after the final norm, of texts padded on the right.
 
@@ -137,42 +123,6 @@ class DraftLayersModel(DrafterModel):
         """
         decoder = self._decoder(target)
         return decoder(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
-
-
-class Borrowed(nn.Module):
-    """A layer of the target, for callers on another device or in another dtype.
-
-    Args:
-        layer (`nn.Module`): an embedding or an output layer; not changed.
-        device, dtype: of what the caller gets.
-        token_ids (`torch.LongTensor` of shape `(V_draft,)`, *optional*): the columns of the output wanted; default all.
-    """
-
-    def __init__(
-        self, layer: nn.Module, device: torch.device, dtype: torch.dtype, token_ids: torch.LongTensor | None = None
-    ) -> None:
-        super().__init__()
-        self.layer = layer
-        self.device, self.dtype = device, dtype
-        self.token_ids = token_ids
-
-    @property
-    def weight(self) -> torch.Tensor:
-        return self.layer.weight
-
-    @property
-    def out_features(self) -> int:
-        return self.layer.out_features if self.token_ids is None else len(self.token_ids)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        weight = self.weight
-        if weight.device.type != "meta":
-            is_cast = inputs.is_floating_point() and weight.is_floating_point()
-            inputs = inputs.to(weight.device, weight.dtype if is_cast else None)
-        outputs = self.layer(inputs)
-        if self.token_ids is not None:
-            outputs = outputs[..., self.token_ids.to(outputs.device)]
-        return outputs.to(self.device, self.dtype)
 
 
 def _body(layer_config: dict[str, Any]) -> PreTrainedModel:

@@ -6,12 +6,11 @@ The numbers of heads and blocks are counted from the names: published configs la
 from __future__ import annotations
 
 import re
-from functools import reduce
 from typing import NamedTuple
 
 import torch
 
-from ..checkpoint import Checkpoint
+from ..checkpoint import Checkpoint, account_for, drafter_of, refuse_other_dtypes
 from .configuration import MedusaConfig
 from .modeling import MedusaModel
 
@@ -44,8 +43,7 @@ DIALECTS = (
     Dialect("", "{i}.{j}.linear", "{i}.{n}"),  # FasterDecoding v0.1; TGI's "version 2" has no output layers
 )
 CONFIG_KEYS = {"medusa_num_heads", "medusa_num_layers", "medusa"}
-QUANTIZED = re.compile(r"scale|scaling_factor|qweight|qzeros|g_idx|absmax|quant_map")
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+HEADS = "the Medusa heads"  # in messages
 
 
 def convert(checkpoint: Checkpoint) -> MedusaModel | None:
@@ -90,7 +88,7 @@ def _load(checkpoint: Checkpoint, dialect: Dialect) -> MedusaModel:
     published = _published_names(checkpoint, dialect, names, len(heads), len(layers))
     stored = checkpoint.tensors(names)
     token_map = stored.pop(published.pop("draft_token_ids", ""), None)
-    _refuse_quantized(checkpoint, [f"{name} ({t.dtype})" for name, t in stored.items() if t.dtype not in DTYPES])
+    refuse_other_dtypes(checkpoint, HEADS, stored)
 
     tensors = {own: stored[name] for own, name in published.items()}
     outputs = [own for own in tensors if own.startswith("output_heads.")]
@@ -113,21 +111,9 @@ def _load(checkpoint: Checkpoint, dialect: Dialect) -> MedusaModel:
         has_own_output_heads=bool(outputs),
         draft_vocab_size=None if ids is None else len(ids),
     )
-    with torch.device("meta"):
-        model = MedusaModel(model_config)
-    shapes = {own: tuple(parameter.shape) for own, parameter in model.named_parameters()}
-    wrong = [
-        f"{published[own]} is {tuple(tensor.shape)}, expected {shapes[own]}"
-        for own, tensor in tensors.items()
-        if tuple(tensor.shape) != shapes[own]
-    ]
-    if wrong:
-        raise ValueError(f"{_place(checkpoint)} has tensors of the wrong shape: {'; '.join(wrong)}.")
-    # A file of several dtypes is loaded in the one that holds them all. Heads that share an output layer get copies.
-    dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors.values()))
-    tensors = {own: tensor.to(dtype, copy=own in outputs[1:]) for own, tensor in tensors.items()}
-    model.load_state_dict(tensors if ids is None else tensors | {"draft_token_ids": ids}, assign=True)
-    return model
+    # Heads that share an output layer get copies.
+    tensors |= {own: tensors[own].clone() for own in outputs[1:]}
+    return drafter_of(MedusaModel, model_config, tensors, ids, checkpoint, published)
 
 
 def _published_names(
@@ -141,7 +127,7 @@ def _published_names(
         claimed = nested.get("num_medusa_heads") if isinstance(nested, dict) else None
     if claimed is not None and claimed > num_heads:  # with these two keys, programs make that many heads
         raise ValueError(
-            f"{_place(checkpoint)} has {num_heads} heads, but its config.json speaks of {claimed}; download it "
+            f"{checkpoint.place} has {num_heads} heads, but its config.json speaks of {claimed}; download it "
             "again, or take another checkpoint."
         )
     published = {}
@@ -157,15 +143,8 @@ def _published_names(
         published[f"output_heads.{i}.weight"] = f"{dialect.prefix}{output}.weight"
     if f"{dialect.prefix}token_map" in names:
         published["draft_token_ids"] = f"{dialect.prefix}token_map"
-    left_over = sorted(set(names) - set(published.values()))
-    _refuse_quantized(checkpoint, [name for name in left_over if QUANTIZED.search(name)])
-    missing = sorted(set(published.values()) - set(names))
-    if missing or left_over:
-        raise ValueError(
-            f"the Medusa heads in {_place(checkpoint)} are not complete, or not of a kind known here: missing "
-            f"{', '.join(missing) or 'none'}; left over {', '.join(left_over) or 'none'}. Download it again, or take "
-            "another checkpoint."
-        )
+    expected = set(published.values())
+    account_for(checkpoint, HEADS, expected - set(names), set(names) - expected)
     return published
 
 
@@ -187,20 +166,8 @@ def _vocabulary(
         or not 0 <= ids.min() <= ids.max() < (vocab_size or 0)
     ):
         raise ValueError(
-            f"{_place(checkpoint)} has `truncated_vocab_size` {checkpoint.config.get('truncated_vocab_size')}, "
+            f"{checkpoint.place} has `truncated_vocab_size` {checkpoint.config.get('truncated_vocab_size')}, "
             f"`vocab_size` {vocab_size} and a `token_map` of shape {None if token_map is None else tuple(ids.shape)}; "
             "expected as many different ids as the first says, all below the second."
         )
     return vocab_size, ids.long()
-
-
-def _refuse_quantized(checkpoint: Checkpoint, names: list[str]) -> None:
-    if names:
-        raise ValueError(
-            f"the Medusa heads in {_place(checkpoint)} are quantized: {', '.join(names)}; expected float16, bfloat16, "
-            "float32 or float64. Take the checkpoint that was not quantized."
-        )
-
-
-def _place(checkpoint: Checkpoint) -> str:
-    return f"{checkpoint.name!r} ({checkpoint.weights.name})"
