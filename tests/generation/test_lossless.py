@@ -33,9 +33,16 @@ CASES = [(choose, batch) for choose in WAYS_TO_CHOOSE for batch in ("one", "ragg
 CASES += [(choose, batch) for choose in ("greedy", "sample") for batch in ("one_token", "level")]
 
 
+def eagle(target, **options):
+    torch.manual_seed(3)
+    model = hf_specdec.EagleModel.for_target(target, **options)
+    return hf_specdec.Eagle(model, num_draft_tokens=6, depth=2, width=3)
+
+
 @pytest.mark.parametrize(("choose", "batch"), CASES)
 @pytest.mark.parametrize(
-    "method", ["draft_model", "prompt_lookup", "medusa", "chain", "tree", "always_wrong", "always_right"]
+    "method",
+    ["draft_model", "prompt_lookup", "medusa", "eagle", "eagle3", "chain", "tree", "always_wrong", "always_right"],
 )
 def test_same_text(target, drafter, same_text, choose, batch, method):
     inputs = ragged_batch(BATCHES[batch])
@@ -43,6 +50,8 @@ def test_same_text(target, drafter, same_text, choose, batch, method):
         "draft_model": {"assistant": drafter},
         "prompt_lookup": {"assistant": hf_specdec.PromptLookup()},
         "medusa": {"assistant": hf_specdec.MedusaModel.for_target(target), "assistant_confidence_threshold": 0.01},
+        "eagle": {"assistant": eagle(target, version=1), "assistant_confidence_threshold": 0.01},
+        "eagle3": {"assistant": eagle(target, target_layers=[0, 2]), "assistant_confidence_threshold": 0.01},
         "chain": {"oracle": (0.6, 1)},
         "tree": {"oracle": (0.6, 3), "num_assistant_tokens": 4},
         "always_wrong": {"oracle": (0.0, 1)},

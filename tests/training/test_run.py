@@ -90,6 +90,8 @@ class TestOutput:
         (tmp_path / "drafter").mkdir()
         (tmp_path / "drafter" / "model.safetensors").touch()
         open_output(tmp_path / "run", {"seed": 0}, resume=False)
+        open_output(tmp_path / "run", {"seed": 1}, resume=False)  # it failed before its first checkpoint
+        (tmp_path / "run" / "checkpoint-10").mkdir()
         for used in ("drafter", "run"):
             with pytest.raises(ValueError, match=r"holds a drafter or a training run; resume it, delete it, or give"):
                 open_output(tmp_path / used, {}, resume=False)
@@ -233,3 +235,119 @@ def test_wrong_layers(folder, tmp_path, layers):
         code=1,
     )
     assert "layers" in result.stderr
+
+
+EAGLE = ("--epochs", "2", "--num-held-out", "1", "--learning-rate", ".01", "--draft-vocab-size", "40", "--threads", "1")
+EAGLE_VERSIONS = pytest.mark.parametrize(("method", "layers"), [("eagle", ()), ("eagle3", ("--target-layers", "1,0"))])
+
+
+@EAGLE_VERSIONS
+def test_eagle_from_features(folder, tmp_path, method, layers):
+    target, store, output = folder / "target", tmp_path / "features", tmp_path / "drafter"
+    run("features", "--target", target, "--data", folder / "texts.jsonl", "--output", store, "--layers", "0,1")
+    result = run("train", method, "--target", target, "--data", store, "--output", output, *layers, *EAGLE)
+    report = json.loads((output / "training_report.json").read_text())
+    metrics = {"distance"} if method == "eagle" else {f"accept_{step}" for step in range(2, 8)}
+    assert {"loss", "accept_1", "tokens_per_pass", "acceptance_rate"} | metrics <= set(report)
+    assert all(f"{name} " in result.stdout for name in metrics)
+    drafter = AutoDrafter.from_pretrained(output)
+    assert (drafter.config.version, drafter.dtype) == (1 if method == "eagle" else 3, torch.float16)
+    assert drafter.config.target_layers == (None if method == "eagle" else [1, 0])
+    assert drafter.config.draft_vocab_size == len(drafter.draft_token_ids) == 40
+    result = run("generate", "--model", target, "--assistant", output, "--prompt", "the cat", "--stats", "--seed", "0")
+    assert "tokens per pass" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "fields"),
+    [
+        (("eagle", "--num-layers", "2", "--intermediate-size", "48"), {"version": 1}),
+        (("eagle3", "--target-layers", "0", "--own-output-head"), {"target_layers": [0], "has_own_output_head": True}),
+    ],
+)
+def test_eagle_options(folder, tmp_path, options, fields):
+    data = ("--target", folder / "target", "--data", folder / "texts.jsonl", "--output", tmp_path / "drafter")
+    run("train", *options, *data, *EAGLE, "--epochs", "1")
+    config = AutoDrafter.from_pretrained(tmp_path / "drafter").config
+    assert {name: getattr(config, name) for name in fields} == fields
+    checkpoint = next((tmp_path / "drafter").glob("checkpoint-*"))
+    groups = torch.load(checkpoint / "optimizer.pt", weights_only=True)["param_groups"]
+    assert all(tuple(group["betas"]) == (0.9, 0.95) for group in groups)  # the published recipe
+    if "--num-layers" in options:
+        assert (config.layer_config["num_hidden_layers"], config.layer_config["intermediate_size"]) == (2, 48)
+
+
+@pytest.mark.parametrize(
+    ("options", "weaker"),
+    [(("eagle", "--token-weight"), "0"), (("eagle3", "--target-layers", "0", "--num-steps"), "1")],
+)
+def test_options_of_the_eagle_losses(folder, tmp_path, options, weaker):
+    """An option that reaches the objective makes the loss smaller by what it leaves out."""
+    losses = []
+    for value in (weaker, "2"):
+        output = tmp_path / value
+        data = ("--target", folder / "target", "--data", folder / "texts.jsonl", "--output", output)
+        run("train", *options, value, *data, *EAGLE, "--epochs", "1")
+        losses.append(json.loads((output / "training_report.json").read_text())["loss"])
+    assert losses[0] < losses[1] - 1
+
+
+@EAGLE_VERSIONS
+def test_eagle_resumes(folder, tmp_path, monkeypatch, method, layers):
+    def command(output):
+        data = ("--target", folder / "target", "--data", folder / "texts.jsonl", "--output", output)
+        return ("train", method, *data, *layers, *EAGLE)
+
+    run(*command(tmp_path / "whole"))
+    compute_loss = DrafterTrainer.compute_loss
+
+    def dying(self, *args, **kwargs):
+        if self.state.global_step == 3:
+            raise RuntimeError("killed")
+        return compute_loss(self, *args, **kwargs)
+
+    monkeypatch.setattr(DrafterTrainer, "compute_loss", dying)
+    run(*command(tmp_path / "cut"), code=1)
+    monkeypatch.undo()
+    run(*command(tmp_path / "cut"), "--resume")
+    drafters = [AutoDrafter.from_pretrained(tmp_path / name).state_dict() for name in ("whole", "cut")]
+    assert all(torch.equal(tensor, drafters[1][name]) for name, tensor in drafters[0].items())
+
+
+@pytest.mark.parametrize(
+    "method", [("eagle",), ("eagle3", "--target-layers", "0"), ("medusa",), ("draft",)], ids=lambda method: method[0]
+)
+def test_bfloat16(folder, tmp_path, method):
+    reports = []
+    for options in ((), ("--bf16",)):
+        output = tmp_path / f"drafter{len(options)}"
+        data = ("--target", folder / "target", "--data", folder / "texts.jsonl", "--output", output)
+        run("train", *method, *data, *EAGLE, *options, "--epochs", "1")
+        reports.append(json.loads((output / "training_report.json").read_text()))
+        assert AutoDrafter.from_pretrained(output).dtype == torch.float16
+    assert reports[0]["loss"] != reports[1]["loss"] == pytest.approx(reports[0]["loss"], rel=0.1)
+
+
+def test_features_without_the_fused_layers(folder, tmp_path):
+    target, store, output = folder / "target", tmp_path / "features", tmp_path / "drafter"
+    run("features", "--target", target, "--data", folder / "texts.jsonl", "--output", store)
+    command = ("train", "eagle3", "--target", target, "--output", output, "--target-layers", "0", *EAGLE)
+    message = " ".join(run(*command, "--data", store, code=1).stderr.split())
+    assert "`layers` is (0, 1); the features in" in message and "are of the layers (1,)" in message
+    assert "hf-specdec features --layers 0,1" in message
+    run(*command, "--data", folder / "texts.jsonl")  # the folder was left free
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        (("--target-layers", "0,x"), "--target-layers got '0,x'; expected numbers of layers such as '1,15,28'"),
+        (("--target-layers", "0,7"), "reads the layers [0, 7] of its target, but LlamaForCausalLM has the layers 0"),
+        ((), "the target has 2 layers, and EAGLE-3's choice of a low, a middle and a high one needs 7; say which"),
+    ],
+)
+def test_wrong_fused_layers(folder, tmp_path, layers, message):
+    command = ("train", "eagle3", "--target", folder / "target", "--data", folder / "texts.jsonl", *EAGLE)
+    command += ("--output", tmp_path / "drafter")
+    assert message in run(*command, *layers, code=1).stderr
+    run(*command, "--target-layers", "0", "--epochs", "1")

@@ -104,8 +104,11 @@ class Eagle(CandidateGenerator):
                 break
             if static is None:
                 scores, chosen = below.topk(min(width, below.shape[1]))
-                if threshold > 0 and not (scores.exp() >= threshold).any():
-                    break
+                if threshold > 0:  # what follows an unlikely node is more unlikely still
+                    num_likely = int((scores.exp() >= threshold).sum(1).max())
+                    if num_likely == 0:
+                        break
+                    scores, chosen = scores[:, :num_likely], chosen[:, :num_likely]
             else:
                 chosen = torch.tensor(static.continued[level], device=run.device).expand(num_rows, -1)
                 scores = below.gather(1, chosen)

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, DynamicCache
 
 from ...generation.choice import argmax
@@ -22,6 +21,7 @@ from ...training.objective import Batch, Losses
 from ..target import OutputHead, text_config
 from .modeling import EagleModel
 
+CHUNK = 256  # tokens whose logits are in memory at a time
 STEP_ATTENTION = "hf_specdec_eagle_steps"
 
 
@@ -76,9 +76,7 @@ class EagleObjective:
         num_counted = torch.tensor(float(len(labels)), device=states.device)
         head = drafter.output_head(target)
         targets = _target_probs(wanted, target, drafter)
-        cross_entropy, num_right = checkpoint(
-            _soft_cross_entropy, drafter, states, head, targets, labels, use_reentrant=False
-        )
+        cross_entropy, num_right = _soft_cross_entropy(drafter, head, states, targets, labels)
         distance = F.smooth_l1_loss(states.float(), wanted, reduction="none").mean(-1).sum()
         loss = (self.feature_weight * distance + self.token_weight * cross_entropy) / num_counted.clamp(min=1)
         return Losses(loss, {"accept_1": (num_right, num_counted), "distance": (distance.detach(), num_counted)})
@@ -135,20 +133,16 @@ class Eagle3Objective:
         for step in range(self.num_steps):
             ahead = step + 2  # the state at t is what the token at t + ahead comes from
             if step and ahead >= num_tokens:  # the first always gives a loss, be it of no token
-                break
+                counts[f"accept_{step + 1}"] = (loss.new_zeros(()),) * 2
+                continue
             following = F.pad(embeddings[:, 1 + step :], (0, 0, 0, step))  # past the end nothing counts
             with _step_attention(drafter):
                 states = drafter(states, following, positions + step, causal, cache)
             known = is_known[:, ahead:]
             wanted = rows[:, ahead:][known]
-            cross_entropy, num_right = checkpoint(
-                _soft_cross_entropy,
-                drafter,
-                states[:, : known.shape[1]][known],
-                head,
-                probs if len(wanted) == len(probs) else probs[wanted],  # most often all of them: no copy
-                labels[:, ahead:][known],
-                use_reentrant=False,
+            targets = probs if len(wanted) == len(probs) else probs[wanted]  # most often all of them: no copy
+            cross_entropy, num_right = _soft_cross_entropy(
+                drafter, head, states[:, : known.shape[1]][known], targets, labels[:, ahead:][known]
             )
             loss = loss + self.decay**step * cross_entropy / known.sum().clamp(min=1)
             counts[f"accept_{step + 1}"] = (num_right, counted[:, ahead:].sum().float())
@@ -219,9 +213,53 @@ def _target_probs(states: torch.Tensor, target: Any, drafter: EagleModel) -> tor
 
 
 def _soft_cross_entropy(
-    drafter: EagleModel, states: torch.Tensor, head: Any, probs: torch.Tensor, labels: torch.LongTensor
+    drafter: EagleModel, head: Any, states: torch.Tensor, probs: torch.Tensor, labels: torch.LongTensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Over n tokens the sum of the cross-entropies with the target, and how often the best guess is the token."""
-    logits = drafter.logits(states, head).float().to(states.device)
-    cross_entropy = logits.logsumexp(-1).sum() - (probs * logits).sum()
-    return cross_entropy, (argmax(logits.detach()) == labels).sum().float()
+    """Over n tokens the sum of the cross-entropies with the target, and how often the best guess is the token.
+
+    Args:
+        states (`torch.Tensor` of shape `(n, H)`): of the drafter.
+        probs (`torch.FloatTensor` of shape `(n, V_draft)`): the target's distributions.
+        labels (`torch.LongTensor` of shape `(n,)`): the tokens' places among the ids that can be proposed.
+    """
+
+    def of_chunk(states: torch.Tensor, probs: torch.Tensor, labels: torch.LongTensor) -> tuple[torch.Tensor, ...]:
+        logits = drafter.logits(states, head).float().to(states.device)
+        cross_entropy = logits.logsumexp(-1).sum() - (probs * logits).sum()
+        return cross_entropy, (argmax(logits.detach()) == labels).sum().float()
+
+    owners = [head] if isinstance(head, nn.Module) else []
+    owners += [] if drafter.config.norm_output else [drafter.norm]  # else it has been applied before
+    weights = [weight for part in owners for weight in part.parameters() if weight.requires_grad]
+    return _ChunkedSum.apply(of_chunk, states, probs, labels, *weights)
+
+
+class _ChunkedSum(torch.autograd.Function):
+    """Sums a loss over chunks of the tokens, and its gradients in the same go: the logits of one chunk at a time are in
+    memory, and none is computed twice."""
+
+    @staticmethod
+    def forward(ctx: Any, of_chunk: Any, states: torch.Tensor, *rest: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        probs, labels, *weights = rest
+        has_grad = ctx.needs_input_grad[1]
+        loss = num_right = states.new_zeros((), dtype=torch.float32)
+        sums = [torch.zeros_like(weight) for weight in weights]
+        pieces = []
+        for chunk in zip(*(part.split(CHUNK) for part in (states, probs, labels))):
+            with torch.set_grad_enabled(has_grad):
+                leaf = chunk[0].detach().requires_grad_(has_grad)
+                part, right = of_chunk(leaf, *chunk[1:])
+                grads = torch.autograd.grad(part, [leaf, *weights]) if has_grad else [None]
+            pieces.append(grads[0])
+            for total, grad in zip(sums, grads[1:]):
+                total += grad
+            loss, num_right = loss + part.detach(), num_right + right
+        if has_grad:
+            ctx.save_for_backward(torch.cat(pieces) if pieces else torch.zeros_like(states), *sums)
+        ctx.mark_non_differentiable(num_right)
+        return loss, num_right
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        states, *weights = (saved * grad.to(saved.dtype) for saved in ctx.saved_tensors)
+        return None, states, None, None, *weights
