@@ -121,7 +121,7 @@ def transformers_draft(generate: Callable, drafter: torch.nn.Module, num_tokens:
 
 
 def build_methods(target, drafter, options: argparse.Namespace, eos_ids: set[int]) -> dict[str, Callable]:
-    """Name -> function of the inputs and the most new tokens, which gives prompt and new tokens, ours with statistics."""
+    """Name -> function of the inputs and the most new tokens; it gives prompt and new tokens, ours with statistics."""
     num_tokens = options.num_assistant_tokens
 
     is_greedy = options.temperature == 0

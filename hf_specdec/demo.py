@@ -38,6 +38,8 @@ ROWS: list[tuple[str, Callable[[PreTrainedModel], dict[str, Any]]]] = [
     ("prompt lookup", lambda target: {"assistant": "prompt_lookup"}),
     ("draft model, distilled", partial(_trained, "smollm2-135m-instruct-draft")),
     ("Medusa heads", partial(_trained, "smollm2-135m-instruct-medusa")),
+    ("EAGLE", partial(_trained, "smollm2-135m-instruct-eagle")),
+    ("EAGLE-3", partial(_trained, "smollm2-135m-instruct-eagle3")),
 ]
 
 
@@ -60,6 +62,11 @@ PROMPTS = [
         "passengers across the harbour free of charge every fifteen minutes. Lorries must take the coastal road, which "
         "adds forty minutes to the journey to the fish market. The mayor, Ingrid Solberg, said that the safety of the "
         "people comes first, and that the council will look for money to bring the replacement forward to this winter.",
+    ),
+    Prompt(
+        "school mathematics",
+        "A farmer has 24 hens. Each hen lays 5 eggs a week, and he sells the eggs for 3 dollars a dozen. How much does he "
+        "earn in four weeks?",
     ),
     Prompt(
         "edit code",

@@ -82,6 +82,15 @@ def ragged_batch(lengths=PROMPT_LENGTHS, vocab_size: int = VOCAB_SIZE, seed: int
     return {"input_ids": ids, "attention_mask": mask}
 
 
+def successors(vocab_size: int = VOCAB_SIZE, seed: int = 0) -> torch.Tensor:
+    """A toy language, with one likely and two other successors of a token: probabilities `(V before, V after)`."""
+    generator = torch.Generator().manual_seed(seed)
+    table = torch.full((vocab_size, vocab_size), 0.03 / vocab_size, dtype=torch.double)
+    for prob in (0.72, 0.19, 0.06):
+        table[torch.arange(vocab_size), torch.randperm(vocab_size, generator=generator)] += prob
+    return table
+
+
 class OracleDrafter(CandidateGenerator):
     """Drafts the texts it was given, each token wrong with probability 1 - rate.
 

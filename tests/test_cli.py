@@ -15,7 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from typer.testing import CliRunner
 
 import hf_specdec
-from hf_specdec import DraftLayersModel, MedusaModel, demo
+from hf_specdec import DraftLayersModel, EagleModel, MedusaModel, demo
 from hf_specdec.cli import app, encode_prompt, load_assistant
 from hf_specdec.smollm2 import early_layers_copy, load_model_and_tokenizer
 
@@ -271,13 +271,16 @@ class TestDemo:
         model, _ = load_model_and_tokenizer(str(folder))
         DraftLayersModel.for_target(model).save_pretrained(tmp_path / "smollm2-135m-instruct-draft")
         MedusaModel.for_target(model).save_pretrained(tmp_path / "smollm2-135m-instruct-medusa")
+        EagleModel.for_target(model, version=1).save_pretrained(tmp_path / "smollm2-135m-instruct-eagle")
+        eagle3 = EagleModel.for_target(model, target_layers=[0, 1])
+        eagle3.save_pretrained(tmp_path / "smollm2-135m-instruct-eagle3")
         monkeypatch.setattr(demo, "DRAFTERS", tmp_path)
 
     def test_every_row_gives_the_same_text(self, chat_folder, monkeypatch):
         monkeypatch.setenv("COLUMNS", "120")
         result = run("demo", "--model", chat_folder, "--max-new-tokens", 12, "--threads", 1)
         assert result.exit_code == 0, result.stderr
-        for name in ["prompt lookup", "draft model, distilled", "Medusa heads"]:
+        for name in ["prompt lookup", "draft model, distilled", "Medusa heads", "EAGLE", "EAGLE-3"]:
             assert re.search(rf"│ {name} +│ +yes │ +\d+\.\d\d │ +[\d.]+ │ +\d+\.\d\dx │", result.stdout)
         assert re.search(r"│ plain generate +│ +│ +1\.00 │ +[\d.]+ │ +1\.00x │", result.stdout)
         assert all(prompt.name in result.stdout for prompt in demo.PROMPTS)
@@ -286,7 +289,7 @@ class TestDemo:
     def test_quick(self, folder):
         console = Console(file=io.StringIO())
         shown = demo.run_demo(str(folder), quick=True, threads=1, console=console)
-        assert [len(answers) for answers in shown.answers.values()] == [len(demo.QUICK_PROMPTS)] * 4
+        assert [len(answers) for answers in shown.answers.values()] == [len(demo.QUICK_PROMPTS)] * (1 + len(demo.ROWS))
         assert all(len(answer.ids) == demo.QUICK_TOKENS for answers in shown.answers.values() for answer in answers)
 
     def test_colours_show_the_accepted_drafts(self, folder):
@@ -305,7 +308,8 @@ class TestDemo:
         console = Console(file=io.StringIO(), width=200)
         shown = demo.Demo(model, make_tokenizer(), 4, console)
         assert list(shown.rows) == [demo.PLAIN, "prompt lookup"]
-        for name, drafter in (("draft model, distilled", "DraftLayersModel"), ("Medusa heads", "MedusaModel")):
+        drafters = {"draft model, distilled": "DraftLayersModel", "Medusa heads": "MedusaModel", "EAGLE": "EagleModel"}
+        for name, drafter in drafters.items():
             assert f"Left out: {name}. this {drafter} was made for a target with hidden_size" in console.file.getvalue()
 
     def test_the_number_of_threads_is_put_back(self, folder):

@@ -169,11 +169,10 @@ class EagleModel(DrafterModel):
             )
         return tuple(layers)
 
-    def embedding(self, target: Any) -> nn.Module:
+    def embedding(self, target: Any) -> Borrowed:
         """What turns ids `(B, T)` into embeddings `(B, T, H)`, on the drafter's device: its own, or the target's."""
-        if self.embed_tokens is not None:
-            return self.embed_tokens
-        return Borrowed(unwrap(target).get_input_embeddings(), self.device, self.dtype)
+        layer = unwrap(target).get_input_embeddings() if self.embed_tokens is None else self.embed_tokens
+        return Borrowed(layer, self.device, self.dtype)
 
     def output_head(self, target: Any) -> nn.Module | OutputHead:
         """What turns states `(..., H)` that have passed the final norm into logits `(..., V_draft)`."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from conftest import Moody, ragged_batch, tiny_llama
+from conftest import VOCAB_SIZE, Moody, ragged_batch, successors, tiny_llama
 from transformers import AutoConfig, AutoModelForCausalLM, LogitsProcessorList
 
 import hf_specdec
@@ -25,7 +25,7 @@ from hf_specdec.generation.choice import Greedy, SharedNoise
 from hf_specdec.generation.tree import NO_TOKEN, ROOT
 from hf_specdec.modeling.eagle.trees import EAGLE_1_TREE
 
-VOCAB_SIZE, HIDDEN_SIZE = 97, 128
+HIDDEN_SIZE = 128
 RAGGED = (5, 11, 3, 17)
 SIZES = {
     "vocab_size": VOCAB_SIZE,
@@ -43,20 +43,11 @@ SIZES = {
 GPT2_SIZES = {"n_embd": HIDDEN_SIZE, "n_head": 4, "n_layer": 3, "n_positions": 64, "n_inner": 64}
 
 
-def successors(vocab_size: int = VOCAB_SIZE, seed: int = 0) -> torch.Tensor:
-    """Probability of each token after each, `(V before, V after)`."""
-    generator = torch.Generator().manual_seed(seed)
-    table = torch.full((vocab_size, vocab_size), 0.03 / vocab_size, dtype=torch.double)
-    for prob in (0.72, 0.19, 0.06):
-        table[torch.arange(vocab_size), torch.randperm(vocab_size, generator=generator)] += prob
-    return table
-
-
 def speaker(kind: str = "llama", context: float = 0.25, **config):
     """A target that speaks the toy language; `context` is how much its layers have to say."""
     torch.manual_seed(0)
     sizes = SIZES | (GPT2_SIZES if kind == "gpt2" else {}) | config
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes), attn_implementation="sdpa").float()
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes)).float()
     for name, weight in model.named_parameters():
         if weight.ndim == 2:
             weight.data.normal_(std=context * HIDDEN_SIZE**-0.5 if "proj" in name else 0.02)

@@ -12,7 +12,7 @@ import itertools
 
 import pytest
 import torch
-from conftest import Moody, ragged_batch
+from conftest import VOCAB_SIZE, Moody, ragged_batch, successors
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -29,7 +29,7 @@ from hf_specdec.generation.cache import CACHE_NAME
 from hf_specdec.generation.choice import Greedy, SharedNoise
 from hf_specdec.generation.tree import NO_TOKEN, ROOT
 
-VOCAB_SIZE, HIDDEN_SIZE = 97, 128
+HIDDEN_SIZE = 128
 RAGGED = (5, 11, 3, 17)
 SIZES = {
     "hidden_size": HIDDEN_SIZE,
@@ -42,15 +42,6 @@ SIZES = {
     "eos_token_id": None,
     "tie_word_embeddings": False,
 }
-
-
-def successors(vocab_size: int = VOCAB_SIZE, seed: int = 0) -> torch.Tensor:
-    """Probability of each token after each, `(V before, V after)`."""
-    generator = torch.Generator().manual_seed(seed)
-    table = torch.full((vocab_size, vocab_size), 0.03 / vocab_size, dtype=torch.double)
-    for prob in (0.72, 0.19, 0.06):
-        table[torch.arange(vocab_size), torch.randperm(vocab_size, generator=generator)] += prob
-    return table
 
 
 def as_output(table: torch.Tensor) -> torch.Tensor:
