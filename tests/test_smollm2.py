@@ -265,12 +265,12 @@ class TestRealModel:
         draft.save_pretrained(tmp_path)
         assert len(AutoModelForCausalLM.from_pretrained(tmp_path).model.layers) == 1
 
-    @pytest.mark.parametrize("name", ["medusa", "draft"])
+    @pytest.mark.parametrize("name", ["medusa", "draft", "eagle", "eagle3"])
     @pytest.mark.parametrize("do_sample", [False, True])
     def test_the_drafters_of_the_repository(self, loaded, name, do_sample):
         model, tokenizer = loaded
         folder = Path(__file__).parent.parent / "drafters" / f"smollm2-135m-instruct-{name}"
-        assert (folder / "model.safetensors").stat().st_size <= 8e6
+        assert (folder / "model.safetensors").stat().st_size <= 12e6
         drafter = AutoDrafter.from_pretrained(folder, target=model)
         question = "A baker sells 12 loaves a day for 3 dollars each. How much does he earn in a week of 6 days?"
         inputs = tokenizer.apply_chat_template(
