@@ -65,8 +65,8 @@ PROMPTS = [
     ),
     Prompt(
         "school mathematics",
-        "A farmer has 24 hens. Each hen lays 5 eggs a week, and he sells the eggs for 3 dollars a dozen. How much does he "
-        "earn in four weeks?",
+        "A farmer has 24 hens. Each hen lays 5 eggs a week, and he sells the eggs for 3 dollars a dozen. How much does "
+        "he earn in four weeks?",
     ),
     Prompt(
         "edit code",
