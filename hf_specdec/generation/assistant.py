@@ -90,6 +90,7 @@ def load_by_name(name: str, target: PreTrainedModel, fallback_device: torch.devi
         try:
             drafter = load(Checkpoint(name))
             if drafter is not None:
+                drafter.check_target(target)  # before it is kept
                 place_beside(drafter.to(fallback_device), target)
                 return models.setdefault(name, drafter.eval())
             model, loading = AutoModelForCausalLM.from_pretrained(

@@ -61,8 +61,8 @@ class Eagle(CandidateGenerator):
                 'passed to `generate` itself: `assistant="user/name"`.'
             )
         for name, value in (("num_draft_tokens", num_draft_tokens), ("depth", depth), ("width", width)):
-            if value < 1:
-                raise ValueError(f"`{name}` is {value}; expected at least 1.")
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"`{name}` is {value!r}; expected an int of at least 1.")
         self.model = model
         self.default_num_draft_tokens = num_draft_tokens
         self.depth, self.width = depth, width
@@ -83,7 +83,9 @@ class Eagle(CandidateGenerator):
         if not run.num_new:
             return None  # nothing has been read yet
         static = None if self.tree is None or not run.choice.takes_trees else self.tree.cut(num_draft_tokens)
-        width = 1 if not run.choice.takes_trees else self.width if static is None else static.width
+        # Of one level no more nodes than the tree may have can get into it.
+        width = min(self.width, num_draft_tokens) if static is None else static.width
+        width = width if run.choice.takes_trees else 1
         depth = min(self.depth if static is None else static.depth, num_draft_tokens, run.num_wanted - 1)
         threshold = 0.0 if static is not None else run.min_chance(MIN_CHANCE_ON_CPU)
         states = self._read_new(run)
@@ -120,7 +122,7 @@ class Eagle(CandidateGenerator):
         tokens, parents, scores = (torch.cat(parts, dim=1) for parts in zip(*levels))
         if static is not None:
             return static.filled(tokens, len(levels))
-        if width > 1:
+        if self.width > 1 and run.choice.takes_trees:
             return CandidateTree.best_of(tokens, parents, scores, num_draft_tokens, threshold, len(levels))
         draft_probs = None
         if probs[0] is not None:

@@ -157,7 +157,10 @@ class EagleModel(DrafterModel):
                     "say which; set `drafter.config.target_layers`."
                 )
             return default_layers(num_layers)
-        if not all(0 <= layer < num_layers for layer in layers):
+        num_features = self.config.num_target_features
+        if not (isinstance(layers, (list, tuple)) and len(layers) == num_features):
+            raise ValueError(f"`target_layers` is {layers!r}; the drafter fuses {num_features} layers, give so many.")
+        if not all(isinstance(layer, int) and 0 <= layer < num_layers for layer in layers):
             raise ValueError(
                 f"the drafter reads the layers {layers} of its target, but {type(unwrap(target)).__name__} has the "
                 f"layers 0 to {num_layers - 1}; take the drafter of this target."

@@ -32,6 +32,8 @@ class StaticTree:
     """
 
     def __init__(self, paths: Sequence[Sequence[int]]) -> None:
+        if not all(isinstance(path, (list, tuple)) for path in paths):
+            raise ValueError(f"`tree` is {paths}; expected paths of ranks, e.g. [[0], [1], [0, 0]].")
         self.paths = [tuple(path) for path in sorted(paths, key=len)]
         known: set[tuple[int, ...]] = {()}
         for path in self.paths:

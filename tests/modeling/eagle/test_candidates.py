@@ -693,9 +693,9 @@ def test_draft_lengths(target, drafters, options, message):
 
 
 @pytest.mark.parametrize("name", ["num_draft_tokens", "depth", "width"])
-@pytest.mark.parametrize("value", [0, -3])
+@pytest.mark.parametrize("value", [0, -3, 2.5, "3"])
 def test_numbers(drafters, name, value):
-    with pytest.raises(ValueError, match=f"`{name}` is {value}; expected at least 1"):
+    with pytest.raises(ValueError, match=f"`{name}` is {value!r}; expected an int of at least 1"):
         Eagle(drafters["eagle"], **{name: value})
 
 

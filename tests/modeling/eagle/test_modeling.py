@@ -154,6 +154,15 @@ def test_layers_that_a_file_does_not_name(target):
         layers(target_layers=[0, 1, 7], source_numbering="boundaries")
 
 
+@pytest.mark.parametrize("layers", [[0, 2], [], 3, [0, 1, 2, 3]])
+def test_layers_set_by_hand(target, layers):
+    drafter = EagleModel.for_target(target, target_layers=[0, 1, 2])
+    drafter.config.target_layers = layers
+    message = re.escape(f"`target_layers` is {layers}; the drafter fuses 3 layers, give so many")
+    with pytest.raises(ValueError, match=message):
+        drafter.check_target(target)
+
+
 @pytest.mark.parametrize("layers", [[0, 1, 8], [-1, 0, 1]])
 def test_layers_out_of_range(target, layers):
     message = re.escape(
@@ -310,3 +319,16 @@ def test_folders_that_do_not_fit(target, tmp_path):
         tiny_llama(8, hidden_size=64).generate(
             **ragged_batch((4,)), assistant=str(tmp_path), max_new_tokens=4, pad_token_id=0
         )
+
+
+def test_a_refused_folder_can_be_mended(target, tmp_path):
+    """What was refused is not kept for the target."""
+    EagleModel.for_target(target, target_layers=[0, 1, 2]).save_pretrained(tmp_path)
+    config = tmp_path / "config.json"
+    good = config.read_text()
+    config.write_text(json.dumps(json.loads(good) | {"target_layers": [0, 1, 8]}))
+    inputs = {"input_ids": torch.tensor([[5, 6, 7]]), "max_new_tokens": 3, "pad_token_id": 0}
+    with pytest.raises(ValueError, match=r"reads the layers \[0, 1, 8\] of its target"):
+        target.generate(**inputs, assistant=str(tmp_path))
+    config.write_text(good)
+    assert torch.equal(target.generate(**inputs, assistant=str(tmp_path)), target.generate(**inputs))

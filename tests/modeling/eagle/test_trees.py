@@ -104,6 +104,7 @@ def test_own_paths_are_put_in_order():
         ([[0], [0, 1.0]], "`tree` has the path [0, 1.0]; expected ranks from 0"),
         ([[0], []], "`tree` has the path []; expected ranks from 0"),
         ([[0], [1], [0]], "`tree` has the path [0]; expected ranks from 0"),
+        ([0, 1], "`tree` is [0, 1]; expected paths of ranks, e.g. [[0], [1], [0, 0]]"),
         ([], "`tree` has no path; give at least [[0]]"),
     ],
 )
