@@ -74,8 +74,8 @@ class EagleObjective:
         states, wanted = states[:, :-1][counted], wanted[:, :-1][counted]
         labels = drafter.places(batch.input_ids[:, 2:][counted.to(batch.input_ids.device)]).to(states.device)
         num_counted = torch.tensor(float(len(labels)), device=states.device)
-        head = drafter.output_head(target)
-        targets = _target_probs(wanted, target, drafter)
+        target_head, head = _heads(drafter, target)
+        targets = _target_probs(wanted, target_head, drafter.device)
         cross_entropy, num_right = _soft_cross_entropy(drafter, head, states, targets, labels)
         distance = F.smooth_l1_loss(states.float(), wanted, reduction="none").mean(-1).sum()
         loss = (self.feature_weight * distance + self.token_weight * cross_entropy) / num_counted.clamp(min=1)
@@ -126,9 +126,10 @@ class Eagle3Objective:
         rows = is_known.new_zeros(is_known.shape, dtype=torch.long)
         rows[is_known] = torch.arange(int(is_known.sum()), device=device)
         before = batch.hidden_states[self.last].to(device)[:, :-1][is_known[:, 1:]]
-        probs = _target_probs(before, target, drafter)
+        target_head, head = _heads(drafter, target)
+        probs = _target_probs(before, target_head, device)
 
-        head, cache = drafter.output_head(target), DynamicCache()
+        cache = DynamicCache()
         loss, counts = states.new_zeros((), dtype=torch.float32), {}
         for step in range(self.num_steps):
             ahead = step + 2  # the state at t is what the token at t + ahead comes from
@@ -205,11 +206,16 @@ def _check(drafter: EagleModel, target: Any, version: int) -> None:
     drafter.check_target(target)
 
 
+def _heads(drafter: EagleModel, target: Any) -> tuple[OutputHead, nn.Module | OutputHead]:
+    """The target's output head for the ids that can be proposed, and the drafter's: the same one if it is shared."""
+    head = drafter.output_head(target)
+    return head if isinstance(head, OutputHead) else OutputHead(target, drafter.token_ids), head
+
+
 @torch.no_grad()
-def _target_probs(states: torch.Tensor, target: Any, drafter: EagleModel) -> torch.Tensor:
+def _target_probs(states: torch.Tensor, target_head: OutputHead, device: torch.device) -> torch.Tensor:
     """The target's distribution `(n, V_draft)` after its last states `(n, D)`, over the ids that can be proposed."""
-    logits = OutputHead(target, drafter.token_ids)(states)
-    return logits.to(drafter.device, torch.float32).softmax(-1)
+    return target_head(states).to(device, torch.float32).softmax(-1)
 
 
 def _soft_cross_entropy(
